@@ -1,0 +1,406 @@
+"""The one door that every message and every named piece of compute passes: counted, timed, and the same in each world.
+
+A rank program gets a `Comm` and talks to its peers through it. Collectives return their result and leave their input
+alone (`out=x` works in place); with `async_op=True` they return a `Handle` whose `wait()` gives the result, and the
+input must stay untouched until then. Bytes are counted, not sniffed, and so are the same over threads, gloo and NCCL:
+
+    payload   the full tensor, S in nccl-tests
+    wire      what this rank sends under the ring algorithm (sources: NVIDIA nccl-tests, PERFORMANCE.md):
+              reduce-scatter S - shard(r), all-gather S - shard(r+1), all-reduce the sum of both,
+              broadcast S (the last of the ring 0), all-to-all S - own, send S, recv and barrier 0
+
+What a backend really sends may be more; the lesson on collectives measures it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+
+from pcourse.clock import WallClock
+
+REDUCTIONS = ("sum", "max", "min")
+SCALAR = "scalar"  # the ledger's axis for sums of scalars and for sizes: no technique's bytes
+
+
+class PeerLost(RuntimeError):
+    """A message could not be delivered: the peer is gone, or the run is being ended."""
+
+
+@dataclass
+class Call:
+    """One communication of one rank. Times are seconds on the machine's clock.
+
+    The rank was held in [entered, left] and, for an asynchronous form, in [wait_entered, wait_left] as well.
+    `key` is the same for the members of one communication (group, or pair and tag; how many-th), so that their calls
+    can be matched.
+    """
+
+    axis: str
+    key: tuple
+    operation: str
+    label: str
+    payload: int
+    wire: int
+    entered: float
+    left: float = 0.0
+    wait_entered: float | None = None
+    wait_left: float | None = None
+    account: str = ""  # the ledger's axis where it is not the group's own
+
+
+@dataclass
+class Compute:
+    """One named piece of compute of one rank; the calls made inside it lie within its times."""
+
+    kind: str
+    label: str
+    micro_batch: int | None
+    flops: float
+    bytes: float
+    start: float
+    end: float = 0.0
+
+
+@dataclass
+class Recorder:
+    """What one rank did, over all its groups."""
+
+    clock: WallClock
+    calls: list[Call] = field(default_factory=list)
+    computes: list[Compute] = field(default_factory=list)
+    counts: Counter = field(default_factory=Counter)
+
+    def key(self, *group, count_as: str = "") -> tuple:
+        """The group and how many-th call this is in it; sends and receives of a pair are counted apart."""
+        self.counts[group, count_as] += 1
+        return *group, self.counts[group, count_as]
+
+    def take(self) -> tuple[list[Call], list[Compute]]:
+        """Everything recorded since the last take, its stamps in seconds."""
+        calls, self.calls = self.calls, []
+        computes, self.computes = self.computes, []
+        for item in (*calls, *computes):
+            for name, value in vars(item).items():
+                if hasattr(value, "synchronize"):  # a stamp of the GPU
+                    setattr(item, name, self.clock.seconds(value))
+        return calls, computes
+
+
+class Handle:
+    """An asynchronous call under way. `wait()` blocks until it is done and returns its result."""
+
+    def __init__(self, wait):
+        self._wait = wait
+
+    def wait(self):
+        if self._wait is not None:
+            self._result, self._wait = self._wait(), None
+        return self._result
+
+
+def shard_sizes(n: int, parts: int) -> list[int]:
+    """`n` over `parts`, as even as can be, the larger shards first; the sizes add up to `n`."""
+    return [n // parts + (r < n % parts) for r in range(parts)]
+
+
+def shard_range(n: int, parts: int, r: int) -> range:
+    """The indices that shard `r` of `parts` holds."""
+    start = sum(shard_sizes(n, parts)[:r])
+    return range(start, start + shard_sizes(n, parts)[r])
+
+
+class Comm:
+    """One rank's end of a group of ranks.
+
+    `rank` and `size` are those of the group, `axis` its name, `device` where this rank's tensors live, `generator` a
+    random generator of this rank's own.
+    """
+
+    def __init__(self, transport, axis: str = "world", *, recorder: Recorder | None = None, act=None, progress=None):
+        self.transport, self.axis = transport, axis
+        self.rank, self.size, self.device = transport.rank, transport.size, transport.device
+        self.recorder = recorder or Recorder(WallClock(self.device))
+        self.clock = self.recorder.clock
+        self._act = act or (lambda words: None)
+        self.progress = progress or (lambda step, of, **info: None)
+        self.generator = torch.Generator(self.device).manual_seed(self.rank)
+
+    # --- collectives -------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x, op: str = "sum", *, out=None, async_op=False, label="", account=""):
+        """The elementwise `op` ("sum", "max" or "min") over the ranks, on every rank. Shape as `x`."""
+        if op not in REDUCTIONS:
+            raise ValueError(f"op={op!r} is not known; op can be {', '.join(REDUCTIONS)}")
+        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        buffer = result if result.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        if buffer is not x:
+            buffer.copy_(x.detach())
+        sizes = [s * x.element_size() for s in shard_sizes(x.numel(), self.size)]
+        wire = sum(sizes) - sizes[self.rank] + sum(sizes) - sizes[(self.rank + 1) % self.size]
+
+        def finish():
+            return result if buffer is result else result.copy_(buffer)
+
+        return self._collective(
+            "all_reduce", sum(sizes), wire, lambda t: t.all_reduce(buffer.detach(), op), finish, async_op, label, account
+        )
+
+    def all_gather(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
+        """The ranks' shards side by side along `dim`, on every rank.
+
+        `sizes` are the shards' lengths along `dim`. Left out, they are asked for first, at the price of a message of
+        8 bytes a rank; shards may be uneven or empty.
+        """
+        x = x.reshape(1) if x.dim() == 0 else x
+        if sizes is None:
+            mine = torch.tensor([x.shape[dim]], device=self.device)
+            sizes = self.all_gather(mine, sizes=[1] * self.size, account=SCALAR).tolist()
+        self._check_sizes("all_gather", sizes, x.shape[dim], self.rank)
+        shapes = [_with_length(x.shape, dim, n) for n in sizes]
+        parts = [x.new_empty(shape) for shape in shapes]
+        nbytes = [part.numel() * x.element_size() for part in parts]
+        wire = sum(nbytes) - nbytes[(self.rank + 1) % self.size]
+
+        def finish():
+            return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
+
+        return self._collective(
+            "all_gather",
+            sum(nbytes),
+            wire,
+            lambda t: t.all_gather(parts, x.detach().contiguous()),
+            finish,
+            async_op,
+            label,
+            account,
+        )
+
+    def reduce_scatter(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
+        """This rank's shard, along `dim`, of the sum over the ranks. `sizes`: the shards' lengths, even if left out."""
+        sizes = shard_sizes(x.shape[dim], self.size) if sizes is None else list(sizes)
+        self._check_sizes("reduce_scatter", sizes, x.shape[dim])
+        parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
+        result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format) if out is None else out
+        buffer = result if result.is_contiguous() else torch.empty_like(parts[self.rank])
+        nbytes = x.numel() * x.element_size()
+        wire = nbytes - parts[self.rank].numel() * x.element_size()
+
+        def finish():
+            return result if buffer is result else result.copy_(buffer)
+
+        return self._collective(
+            "reduce_scatter",
+            nbytes,
+            wire,
+            lambda t: t.reduce_scatter(buffer.detach(), parts),
+            finish,
+            async_op,
+            label,
+            account,
+        )
+
+    def broadcast(self, x, src: int = 0, *, out=None, async_op=False, label="", account=""):
+        """`x` of rank `src`, on every rank; the others' `x` gives only shape and dtype."""
+        self._check_peer("broadcast", src)
+        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+        buffer = result if result.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.rank == src and buffer is not x:
+            buffer.copy_(x.detach())
+        nbytes = x.numel() * x.element_size()
+        wire = 0 if self.rank == (src - 1) % self.size else nbytes
+
+        def finish():
+            return result if buffer is result else result.copy_(buffer)
+
+        return self._collective(
+            "broadcast", nbytes, wire, lambda t: t.broadcast(buffer.detach(), src), finish, async_op, label, account
+        )
+
+    def all_to_all(self, x, dim: int = 0, *, sizes=None, out_sizes=None, async_op=False, label="", account=""):
+        """Part q of `x` along `dim` goes to rank q; returns the parts received, side by side in rank order.
+
+        `sizes` are the lengths sent (even if left out), `out_sizes` those received (asked for first if left out and
+        the sent ones are uneven).
+        """
+        given = sizes is not None
+        sizes = list(sizes) if given else shard_sizes(x.shape[dim], self.size)
+        self._check_sizes("all_to_all", sizes, x.shape[dim])
+        if out_sizes is None:
+            asked = given or len(set(sizes)) > 1
+            out_sizes = self._ask_sizes(sizes) if asked and self.size > 1 else sizes
+        parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
+        outs = [x.new_empty(_with_length(x.shape, dim, n)) for n in out_sizes]
+        nbytes = x.numel() * x.element_size()
+        wire = nbytes - parts[self.rank].numel() * x.element_size()
+        return self._collective(
+            "all_to_all",
+            nbytes,
+            wire,
+            lambda t: t.all_to_all(outs, parts),
+            lambda: torch.cat(outs, dim),
+            async_op,
+            label,
+            account,
+        )
+
+    def barrier(self) -> None:
+        """Returns when every rank of the group has arrived."""
+        self._collective("barrier", 0, 0, lambda t: t.barrier(), lambda: None, False, "", "")
+
+    # --- point to point ----------------------------------------------------------------------------------------
+
+    def send(self, x, dst: int, *, tag: int = 0, label="") -> None:
+        """Returns when rank `dst` has received `x`: a rendezvous, whatever the size."""
+        self._check_peer("send", dst, other=True)
+        self._point_to_point("send", dst, tag, x, x, label, async_op=False)
+
+    def recv(self, out, src: int, *, tag: int = 0, label=""):
+        """Fills `out` with what rank `src` sends and returns it."""
+        self._check_peer("recv", src, other=True)
+        return self._point_to_point("recv", src, tag, out, out, label, async_op=False)
+
+    def isend(self, x, dst: int, *, tag: int = 0, label="") -> Handle:
+        """Starts a send; `x` must stay untouched until `wait()` returns, which is when `dst` has received it."""
+        self._check_peer("isend", dst, other=True)
+        return self._point_to_point("send", dst, tag, x, x, label, async_op=True)
+
+    def irecv(self, out, src: int, *, tag: int = 0, label="") -> Handle:
+        """Posts a receive into `out`; `wait()` returns it, filled."""
+        self._check_peer("irecv", src, other=True)
+        return self._point_to_point("recv", src, tag, out, out, label, async_op=True)
+
+    # --- groups and compute ------------------------------------------------------------------------------------
+
+    def split(self, **axes: int) -> SimpleNamespace:
+        """The group as a grid: `comm.split(dp=2, tp=2).tp` is this rank's group along tp.
+
+        The last axis varies fastest, so its ranks are neighbours. The degrees multiply to `size`. Every rank calls it.
+        """
+        total = 1
+        for degree in axes.values():
+            total *= degree
+        if total != self.size:
+            wanted = " · ".join(f"{axis}={degree}" for axis, degree in axes.items())
+            raise ValueError(f"{wanted} makes {total} ranks; this group has {self.size}: the degrees must multiply to it")
+        grid = torch.arange(self.size).view(*axes.values())
+        comms = {}
+        for position, (axis, degree) in enumerate(axes.items()):
+            groups = grid.movedim(position, -1).reshape(-1, degree).tolist()
+            transport = self.transport if degree == self.size else self.transport.subgroup(groups, axis)
+            comms[axis] = Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
+        return SimpleNamespace(**comms)
+
+    @contextmanager
+    def compute(self, kind: str, label: str = "", *, micro_batch: int | None = None, flops: float = 0, bytes: float = 0):
+        """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …)."""
+        piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
+        self._act(f"computing {piece.label}")
+        try:
+            yield
+        finally:
+            piece.end = self.clock.now()
+            self.recorder.computes.append(piece)
+            self._act("computing")
+
+    def describe(self) -> str:
+        """The devices and what carries the messages, in words."""
+        return self.transport.describe()
+
+    def close(self) -> None:
+        self.transport.close()
+
+    # --- the door itself ---------------------------------------------------------------------------------------
+
+    def _collective(self, operation, payload, wire, start, finish, async_op, label, account):
+        if self.size == 1:  # nothing leaves the rank, so nothing is counted
+            start(self.transport)()
+            return Handle(finish) if async_op else finish()
+        key = self.recorder.key(self.axis, self.transport.members)
+        call = Call(self.axis, key, operation, label, payload, wire, self.clock.now(), account=account)
+        return self._carry(call, start, finish, async_op)
+
+    def _point_to_point(self, operation, peer, tag, x, result, label, async_op):
+        members = (self.rank, peer) if operation == "send" else (peer, self.rank)
+        members = tuple(self.transport.members[r] for r in members)
+        nbytes = x.numel() * x.element_size() if operation == "send" else 0
+        buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        key = self.recorder.key(self.axis, members, tag, count_as=operation)
+        call = Call(self.axis, key, operation, label, nbytes, nbytes, self.clock.now())
+
+        def finish():
+            if operation == "recv" and not x.is_contiguous():
+                x.detach().copy_(buffer)
+            return result
+
+        move = "isend" if operation == "send" else "irecv"
+        return self._carry(call, lambda t: getattr(t, move)(buffer, peer, tag), finish, async_op)
+
+    def _carry(self, call: Call, start, finish, async_op):
+        words = f"{call.operation} number {call.key[-1]} over {call.axis} ({call.payload:,} bytes)"
+        self._act(words)
+        self.recorder.calls.append(call)
+        work = start(self.transport)
+        if not async_op:
+            work()
+            result = finish()
+            call.left = self.clock.now()
+            self._act("computing")
+            return result
+        call.left = self.clock.now()
+        self._act("computing")
+
+        def wait():
+            call.wait_entered = self.clock.now()
+            self._act(f"waiting for {words}")
+            work()
+            result = finish()
+            call.wait_left = self.clock.now()
+            self._act("computing")
+            return result
+
+        return Handle(wait)
+
+    def _ask_sizes(self, sizes: list[int]) -> list[int]:
+        mine = torch.tensor(sizes, device=self.device)
+        return self.all_to_all(mine, out_sizes=[1] * self.size, account=SCALAR).tolist()
+
+    def _check_sizes(self, operation: str, sizes, length: int, shard: int | None = None) -> None:
+        """All `sizes` must cover `length`, or shard number `shard` must be it."""
+        covered = sum(sizes) if shard is None else sizes[shard]
+        if len(sizes) != self.size or covered != length or min(sizes) < 0:
+            whole = f"they must be {self.size} lengths that add up to {length}"
+            mine = f"they must be {self.size} lengths, {length} for rank {shard}"
+            raise ValueError(f"{operation}: sizes={list(sizes)} do not fit; {whole if shard is None else mine}")
+
+    def _check_peer(self, operation: str, peer: int, other: bool = False) -> None:
+        legal = [r for r in range(self.size) if not other or r != self.rank]
+        if peer not in legal:
+            raise ValueError(f"{operation}: rank {self.rank} has no peer {peer}; it can be {legal}")
+
+
+def _with_length(shape, dim: int, n: int) -> list[int]:
+    shape = list(shape)
+    shape[dim] = n
+    return shape
+
+
+def process_comm(rank, size, *, backend, directory, timeout, act=None, progress=None) -> Comm:
+    """The Comm of one rank that is a process of its own; its peers find it through a file in `directory`."""
+    from pcourse.transport import TorchTransport
+
+    return Comm(TorchTransport.start(rank, size, backend, directory, timeout), act=act, progress=progress)
+
+
+def thread_comms(size, *, acts=None, progress=None):
+    """The Comms of `size` ranks that are threads of this process, and a function `abort(reason)` that ends them all."""
+    from pcourse.threads import Exchange, ThreadTransport
+
+    exchange = Exchange()
+    acts = acts or [None] * size
+    comms = [Comm(ThreadTransport(exchange, r, tuple(range(size))), act=acts[r], progress=progress) for r in range(size)]
+    return comms, exchange.abort

@@ -1,0 +1,198 @@
+"""What to train, how to split it, how to step it: three frozen dataclasses that refuse what cannot work.
+
+Nothing here imports torch, so a bad value is refused before any process starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, replace
+
+ATTENTION = ("explicit", "fused")
+DTYPES = ("float32", "bfloat16", "float64")
+OPTIMIZERS = ("adamw", "sgd")
+PARTITIONS = ("uniform", "compute", "memory")
+RECOMPUTE = ("none", "selective", "full")
+GRAD_DTYPES = ("same", "float32")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says why and which values would do."""
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def listed(values) -> str:
+    return ", ".join(str(v) for v in values)
+
+
+def _require_whole(config, *names: str, least: int = 1) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
+
+
+def _require_one_of(config, name: str, legal) -> None:
+    value = getattr(config, name)
+    if value not in legal:
+        raise ConfigError(f"{name}={value!r} is not known; {name} can be {listed(legal)}")
+
+
+def _require_number(config, name: str, least: float, below: float | None = None) -> None:
+    value = getattr(config, name)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value or (below is not None and not value < below):
+        limit = f"at least {least:g}" + (f" and below {below:g}" if below is not None else "")
+        raise ConfigError(f"{name}={value!r} must be a number, {limit}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the GPT in `model.py`.
+
+    `layers` L, `hidden` h, `heads` a, `vocab` V and `sequence` s are the symbols of the papers. `kv_heads` below
+    `heads` is grouped-query attention. `attention="fused"` never holds the score matrices, so that it has no scores
+    to drop: dropout then acts on the embedding and on the two residual branches only.
+    """
+
+    layers: int = 8
+    hidden: int = 256
+    heads: int = 8
+    kv_heads: int | None = None  # None: as many as heads
+    ffn: int | None = None  # None: 4 * hidden
+    vocab: int = 256
+    sequence: int = 256
+    dropout: float = 0.0
+    tied: bool = True
+    attention: str = "explicit"
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        _require_whole(self, "layers", "hidden", "heads", "vocab", "sequence")
+        object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
+        object.__setattr__(self, "ffn", 4 * self.hidden if self.ffn is None else self.ffn)
+        _require_whole(self, "kv_heads", "ffn")
+        _require_number(self, "dropout", 0, below=1)
+        _require_one_of(self, "attention", ATTENTION)
+        _require_one_of(self, "dtype", DTYPES)
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"hidden={self.hidden} does not split into heads={self.heads} heads of one width; "
+                f"heads can be {listed(divisors(self.hidden))}"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"heads={self.heads} cannot share kv_heads={self.kv_heads} evenly; "
+                f"kv_heads can be {listed(divisors(self.heads))}"
+            )
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+    def but(self, **changes) -> ModelConfig:
+        """A copy with `changes`; `ffn` and `kv_heads` follow `hidden` and `heads` if they did so before."""
+        derived = {}
+        if self.ffn == 4 * self.hidden:
+            derived["ffn"] = None
+        if self.kv_heads == self.heads:
+            derived["kv_heads"] = None
+        return replace(self, **{**derived, **changes})
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Into how many pieces each axis cuts the training step: tp · pp · dp · cp ranks.
+
+    With pp=1, `micro_batches` is gradient accumulation. `chunks` is v, the model chunks per pipeline rank.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    chunks: int = 1
+    partition: str = "uniform"
+    zero: int = 0
+    recompute: str = "none"
+    recompute_every: int = 1
+    reshard: bool = True
+    grad_dtype: str = "same"
+    master_weights: bool = False
+
+    def __post_init__(self):
+        _require_whole(self, "tp", "pp", "dp", "cp", "micro_batches", "chunks", "recompute_every")
+        _require_one_of(self, "partition", PARTITIONS)
+        _require_one_of(self, "zero", (0, 1, 2, 3))
+        _require_one_of(self, "recompute", RECOMPUTE)
+        _require_one_of(self, "grad_dtype", GRAD_DTYPES)
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp * self.cp
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to step: `batch` is the global batch in sequences, `warmup` steps run first and are not reported."""
+
+    batch: int = 16
+    steps: int = 5
+    warmup: int = 2
+    optimizer: str = "adamw"
+    learning_rate: float | None = None
+    weight_decay: float = 0.0
+    clip: float | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        _require_whole(self, "batch", "steps")
+        _require_whole(self, "warmup", "seed", least=0)
+        _require_one_of(self, "optimizer", OPTIMIZERS)
+        _require_number(self, "weight_decay", 0)
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", 1e-3 if self.optimizer == "adamw" else 0.1)
+        _require_number(self, "learning_rate", 0)
+        if self.clip is not None:
+            _require_number(self, "clip", 0)
+
+
+# Every technique joins the list with the code that carries it; until then its only legal value is its default.
+BUILT = frozenset({"tp", "micro_batches"})
+
+
+def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
+    """Refuse what cannot run, before any process starts.
+
+    Raises ConfigError naming the rule, the values that broke it, and the values that would do.
+    """
+    for field in fields(ParallelConfig):
+        value = getattr(parallel, field.name)
+        if field.name not in BUILT and value != field.default and field.default is not MISSING:
+            raise ConfigError(
+                f"{field.name}={value!r} is not built yet in this version; {field.name} can be {field.default!r}"
+            )
+    legal = tp_degrees(model)
+    if parallel.tp not in legal:
+        heads = f"{model.heads} heads" + (f" with {model.kv_heads} kv_heads" if model.kv_heads != model.heads else "")
+        reason = (
+            f"{heads} do not split over tp={parallel.tp}"
+            if model.kv_heads % parallel.tp
+            else f"vocab={model.vocab} and ffn={model.ffn} leave a rank of tp={parallel.tp} without a row"
+        )
+        raise ConfigError(f"{reason}; tp can be {listed(legal)}")
+    if parallel.micro_batches > train.batch:
+        raise ConfigError(
+            f"batch={train.batch} sequences cannot fill micro_batches={parallel.micro_batches}; "
+            f"micro_batches can be 1 to {train.batch}"
+        )
+
+
+def tp_degrees(model: ModelConfig) -> list[int]:
+    """The tensor-parallel degrees that this model allows: each rank holds whole heads and at least one row."""
+    return [t for t in divisors(model.kv_heads) if t <= min(model.vocab, model.ffn)]

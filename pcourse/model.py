@@ -1,0 +1,186 @@
+"""A small pre-LN GPT that knows nothing of ranks: the model that every split starts from and is proved against.
+
+Its sizes match the formulas of the papers: P = L(12h² + 13h) + (V + s)h + 2h parameters with tied weights, f = 4h and
+as many key/value heads as heads (learned positions, biases everywhere but on the output). Shapes are written as
+`[batch, sequence, hidden]`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pcourse.config import ModelConfig
+
+DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class GPT(nn.Module):
+    """tokens `[b, s]` → logits `[b, s, V]`; `loss` gives the summed cross-entropy of its targets."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, site=3 * i + 1) for i in range(config.layers))
+        self.head = Head(config)
+        self.token_loss = CrossEntropy()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, tokens, targets):
+        """The cross-entropy summed over all targets but those of -100; divide by their number for the mean."""
+        return self.token_loss(self(tokens), targets)
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.hidden)
+        self.positions = nn.Embedding(config.sequence, config.hidden)
+        self.dropout = Dropout(config.dropout, site=0)
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.tokens(tokens) + self.positions(positions))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, site: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden)
+        self.attention = Attention(config, site)
+        self.dropout1 = Dropout(config.dropout, site + 1)
+        self.norm2 = nn.LayerNorm(config.hidden)
+        self.mlp = MLP(config)
+        self.dropout2 = Dropout(config.dropout, site + 2)
+
+    def forward(self, x):
+        x = x + self.dropout1(self.attention(self.norm1(x)))
+        return x + self.dropout2(self.mlp(self.norm2(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention. `qkv` holds the rows of all queries, then of all keys, then of all values."""
+
+    def __init__(self, config: ModelConfig, site: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.width = config.heads, config.kv_heads, config.head_width
+        self.fused = config.attention == "fused"
+        self.qkv = nn.Linear(config.hidden, (config.heads + 2 * config.kv_heads) * self.width)
+        self.out = nn.Linear(config.hidden, config.hidden)
+        self.dropout = Dropout(config.dropout, site)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, -1, self.width).transpose(1, 2).split([self.heads] + 2 * [self.kv_heads], dim=1)
+        if self.heads != self.kv_heads:  # each key/value head serves a group of query heads
+            k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = (q / math.sqrt(self.width)) @ k.transpose(2, 3)
+            future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
+            y = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1)) @ v
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden, config.ffn)
+        self.down = nn.Linear(config.ffn, config.hidden)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Head(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden)
+        self.output = nn.Linear(config.hidden, config.vocab, bias=False)
+
+    def forward(self, x):
+        return self.output(self.norm(x))
+
+
+class CrossEntropy(nn.Module):
+    """logits `[b, s, V]`, targets `[b, s]` → the sum over tokens, in float32 or better."""
+
+    def forward(self, logits, targets):
+        logits = logits.flatten(0, 1)
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of the element's place in the *unsplit* tensor, of the step and of the site.
+
+    So any split draws the same mask: a rank that holds a shard sets `origin`, where its shard begins in each dim, and
+    ranks that hold a replica agree without a message. `step_seed` changes with every step (`seed_dropout`).
+    """
+
+    def __init__(self, p: float, site: int):
+        super().__init__()
+        self.p, self.site, self.step_seed, self.origin = p, site, 0, {}
+
+    def forward(self, x):
+        if self.p == 0 or not self.training:
+            return x
+        kept = position_hash(x.shape, self.origin, self.step_seed * 1_000_003 + self.site, x.device) >= self.p * 2**31
+        return torch.where(kept, x / (1 - self.p), 0.0)
+
+
+def position_hash(shape, origin: dict[int, int], seed: int, device) -> torch.Tensor:
+    """A uniform int32 in [0, 2³¹) for each element of `shape`, which begins at `origin` in the whole tensor."""
+    h = torch.full((), seed % 2**31, dtype=torch.int32, device=device)
+    for dim, n in enumerate(shape):
+        first = origin.get(dim, 0)
+        index = torch.arange(first, first + n, dtype=torch.int32, device=device)
+        h = _mix(h.unsqueeze(-1) ^ _mix(index + 0x9E3779B * (dim + 1)))
+    return h & 0x7FFFFFFF
+
+
+def _mix(h):
+    # Rounds of xor-shift and odd multiplication (constants: Wellons, "Prospecting for Hash Functions", 2018).
+    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def seed_dropout(model: nn.Module, step_seed: int, first_sequence: int) -> None:
+    """Before a forward pass: which step it is, and which sequence of the global batch comes first on this rank."""
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.step_seed = step_seed
+            module.origin[0] = first_sequence
+
+
+def build(config: ModelConfig, seed: int = 0, device="cpu") -> GPT:
+    """The unsplit model with the same weights on every rank, whatever a rank drew before.
+
+    Weights are normal with deviation 0.02, the two that write into the residual stream 0.02/√(2L) (GPT-2, section
+    2.3), biases 0, LayerNorms 1.
+    """
+    with torch.device("meta"):  # no memory yet, and nothing drawn from the generator that thread ranks share
+        model = GPT(config).to(DTYPE[config.dtype])
+    model.to_empty(device=device)
+    if config.tied:
+        model.head.output.weight = model.embed.tokens.weight
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                continue
+            deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith(("out.weight", "down.weight")) else 0.02
+            p.copy_(torch.randn(p.shape, generator=generator) * deviation)
+    return model

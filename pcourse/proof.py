@@ -1,0 +1,136 @@
+"""The proof that a split is right: the unsplit model and the split one take the same steps, and every number agrees.
+
+The reference is plain PyTorch on each rank, with no line in common with the split step beyond the model itself. Three
+steps of SGD, not Adam: Adam divides a gradient's scale away, and with it the commonest faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pcourse.comm import Comm
+from pcourse.config import ModelConfig, ParallelConfig, TrainConfig, validate
+from pcourse.data import batch
+from pcourse.model import GPT, build, seed_dropout
+from pcourse.parallel.shard import shard_of
+from pcourse.train import Trainer
+from pcourse.world import World
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The largest differences over all ranks, parameters and steps.
+
+    A difference is relative to the largest magnitude of the reference's tensor (or to 1, if that is larger).
+    """
+
+    dtype: str
+    loss: float
+    gradients: float
+    gradient_norm: float
+    weights: float
+    parameters: int  # parameter tensors compared on each rank
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.gradients, self.gradient_norm, self.weights)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the worst difference stays within TOLERANCE for the dtype."""
+        return self.worst <= TOLERANCE[self.dtype]
+
+    def __str__(self) -> str:
+        verdict = "equal to" if self.holds else "NOT equal to"
+        rows = (
+            ("loss", self.loss),
+            (f"gradients ({self.parameters} tensors)", self.gradients),
+            ("gradient norm", self.gradient_norm),
+            (f"weights after {STEPS} SGD steps", self.weights),
+        )
+        lines = [f"{verdict} the unsplit model within {TOLERANCE[self.dtype]:g} ({self.dtype})"]
+        return "\n".join(lines + [f"  {name:<32} largest difference {value:.1e}" for name, value in rows])
+
+
+def prove(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig | None = None,
+    *,
+    dtype: str = "float64",
+    world: World | None = None,
+    timeout: float = 120,
+) -> Proof:
+    """Take three SGD steps split and unsplit from the same weights, which are made unlike any default: every bias and
+    LayerNorm differs from 0 and 1. `world` (threads if left out) has `parallel.ranks` ranks."""
+    model = replace(model, dtype=dtype)
+    train = replace(train or TrainConfig(batch=4), optimizer="sgd", learning_rate=0.1)
+    validate(model, parallel, train)
+    world = world or World(parallel.ranks, backend="threads")
+    return _worst(world.run(compare, model, parallel, train, timeout=timeout), dtype)
+
+
+def compare(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> Proof:
+    """The rank program of `prove`: this rank's part of the comparison."""
+    trainer = Trainer(comm, model, parallel, train, prepare=roughen)
+    reference = roughen(build(model, train.seed, comm.device))
+    sgd = torch.optim.SGD(reference.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay)
+    parameters = dict(trainer.model.named_parameters())
+    worst = {"loss": 0.0, "gradients": 0.0, "gradient_norm": 0.0}
+    for number in range(STEPS):
+        loss = trainer.forward_backward(number)
+        expected = _reference_backward(reference, model, train, number)
+        worst["loss"] = max(worst["loss"], _difference(loss, expected))
+        worst["gradients"] = max(worst["gradients"], _largest(parameters, reference, lambda p: p.grad))
+        norm = trainer.gradient_norm()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), train.clip or float("inf"))
+        worst["gradient_norm"] = max(worst["gradient_norm"], _difference(norm, expected))
+        trainer.update(norm)
+        sgd.step()
+        sgd.zero_grad()
+    weights = _largest(parameters, reference, lambda p: p.detach())
+    return Proof(model.dtype, **worst, weights=weights, parameters=len(parameters))
+
+
+def roughen(model: GPT) -> GPT:
+    """Move every parameter off its default, the same way on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += (torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.05).to(p)
+    return model
+
+
+def _reference_backward(reference: GPT, model: ModelConfig, train: TrainConfig, number: int):
+    tokens, targets = batch(model, train, number, device=next(reference.parameters()).device)
+    seed_dropout(reference, number, 0)
+    loss = reference.loss(tokens, targets) / targets.numel()
+    loss.backward()
+    return loss.detach()
+
+
+def _largest(parameters, reference: GPT, value) -> float:
+    expected = dict(reference.named_parameters())
+    differences = []
+    for name, p in parameters.items():
+        whole = value(expected[name])
+        shard = shard_of(p)
+        differences.append(_difference(value(p), whole if shard is None else shard.of(whole)))
+    return max(differences)
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    if expected.numel() == 0:
+        return 0.0
+    scale = max(1.0, expected.abs().max().item())
+    return (got.detach().double() - expected.detach().double()).abs().max().item() / scale
+
+
+def _worst(proofs: list[Proof], dtype: str) -> Proof:
+    names = ("loss", "gradients", "gradient_norm", "weights")
+    return Proof(dtype, **{n: max(getattr(p, n) for p in proofs) for n in names}, parameters=proofs[0].parameters)

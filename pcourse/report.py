@@ -1,0 +1,143 @@
+"""A Report: what one configuration took, measured or predicted, in one shape, so that the two compare field by field.
+
+Nothing here imports torch. `to_json` and `from_json` are inverse to each other and use the names below.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
+
+PROVENANCE = ("measured", "paced", "predicted")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
+TIME_KINDS = ("compute", "communication", "waiting", "idle")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of a rank's time. `start` and `end` are seconds from the start of the step.
+
+    `kind` is what the timeline colours: forward, backward, optimizer (compute), communication, or waiting (in a call
+    before the peer is there). The gaps between spans are idle.
+    """
+
+    kind: str
+    label: str
+    start: float
+    end: float
+    micro_batch: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """Bytes of one rank. Each category holds its own peak; `peak` is the peak of their sum, split in `at_peak`."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporary: int = 0
+    peak: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CommunicationRow:
+    """One rank's calls of one operation over one axis, per step.
+
+    `payload` is the full tensor in bytes (S of nccl-tests), `wire` the bytes this rank sends under the ring algorithm.
+    `exposed` is the part of `seconds` in which the rank did nothing else. Sums of scalars (loss, gradient norm) stand
+    in rows of their own, under the axis "scalar".
+    """
+
+    axis: str
+    operation: str
+    calls: int
+    payload: int
+    wire: int
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class RankReport:
+    rank: int
+    memory: MemoryLedger
+    communication: tuple[CommunicationRow, ...]
+    spans: tuple[Span, ...]
+    seconds: dict[str, float]  # by TIME_KINDS, of the median step; they add up to it
+
+    def row(self, axis: str, operation: str) -> CommunicationRow:
+        """The row of `operation` over `axis`; a row of zeros where nothing was sent."""
+        for row in self.communication:
+            if (row.axis, row.operation) == (axis, operation):
+                return row
+        return CommunicationRow(axis, operation, 0, 0, 0, 0.0, 0.0)
+
+    def wire(self, axis: str) -> int:
+        """Bytes this rank sends over `axis` in a step, all operations together."""
+        return sum(row.wire for row in self.communication if row.axis == axis)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one configuration took. Times in seconds, memory and messages in bytes.
+
+    `step_seconds` is the median of `step_times`, `step_spread` their lower and upper quartile. `loss` (mean per token)
+    and `gradient_norm` list the reported steps, warm-up left out.
+    """
+
+    provenance: str
+    device: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    step_seconds: float
+    step_spread: tuple[float, float]
+    step_times: tuple[float, ...]
+    tokens_per_second: float
+    loss: tuple[float, ...]
+    gradient_norm: tuple[float, ...]
+    ranks: tuple[RankReport, ...]
+    made_at: str = ""  # ISO 8601, local time
+    notes: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """What stands beside every number: where it is from, and when it was taken."""
+        words = {"measured": "measured on", "paced": "paced to", "predicted": "predicted from"}[self.provenance]
+        at = f", {self.made_at[11:16]}" if self.made_at else ""
+        return f"{words} {self.device}{at}"
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def to_json(self, indent: int | None = None) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        data = json.loads(text)
+        configs = {
+            "model": ModelConfig(**data.pop("model")),
+            "parallel": ParallelConfig(**data.pop("parallel")),
+            "train": TrainConfig(**data.pop("train")),
+        }
+        ranks = tuple(
+            RankReport(
+                rank=r["rank"],
+                memory=MemoryLedger(**r["memory"]),
+                communication=tuple(CommunicationRow(**row) for row in r["communication"]),
+                spans=tuple(Span(**span) for span in r["spans"]),
+                seconds=r["seconds"],
+            )
+            for r in data.pop("ranks")
+        )
+        lists = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**lists, **configs, ranks=ranks)

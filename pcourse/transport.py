@@ -1,0 +1,153 @@
+"""Messages between ranks that are processes: torch.distributed over gloo or NCCL.
+
+Each operation is started and returns the function that waits for it. gloo lacks two things that the course needs:
+a true reduce-scatter (its own is an all-reduce) and shards of unequal length; both are made here from what it has.
+Where ranks share a GPU, which NCCL refuses, messages go through host memory and gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+
+import torch
+import torch.distributed as dist
+
+from pcourse.comm import PeerLost
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class TorchTransport:
+    """One rank's way to the others of its group, over a torch.distributed process group."""
+
+    def __init__(self, group, rank: int, members: tuple[int, ...], device: torch.device, backend: str):
+        self.group, self.rank, self.members = group, rank, members
+        self.device, self.backend, self.size = device, backend, len(members)
+
+    @classmethod
+    def start(cls, rank: int, size: int, backend: str, directory, timeout: float) -> TorchTransport:
+        """Join the other ranks through a file in `directory`. `backend` "auto": NCCL if there is a GPU for each rank.
+
+        Raises ValueError where NCCL is asked for and there are fewer GPUs than ranks.
+        """
+        gpus = torch.cuda.device_count()
+        if backend == "nccl" and gpus < size:
+            raise ValueError(f"NCCL needs a GPU for each of {size} ranks and sees {gpus}; backend can be auto or gloo")
+        if backend == "auto":
+            backend = "nccl" if gpus >= size else "gloo"
+        device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+        if gpus:
+            torch.cuda.set_device(device)
+        store = dist.FileStore(os.path.join(directory, "store"), size)
+        limit = datetime.timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        return cls(dist.group.WORLD, rank, tuple(range(size)), device, backend)
+
+    def subgroup(self, groups: list[list[int]], name: str) -> TorchTransport:
+        mine = None
+        for ranks in groups:  # torch.distributed wants every rank to create every group, in one order
+            members = tuple(self.members[r] for r in ranks)
+            group = dist.new_group(list(members)) if len(members) > 1 else None
+            if self.rank in ranks:
+                mine = TorchTransport(group, ranks.index(self.rank), members, self.device, self.backend)
+        return mine
+
+    def all_reduce(self, x, op):
+        return self._start(lambda outs, ins: dist.all_reduce(outs[0], _OPS[op], self.group, async_op=True), [x], [x])
+
+    def all_gather(self, outs, x):
+        longest = max(out.numel() for out in outs)
+        if all(out.shape == x.shape for out in outs):
+            return self._start(lambda outs, ins: dist.all_gather(outs, ins[0], self.group, async_op=True), outs, [x])
+        padded = x.new_zeros(longest)
+        padded[: x.numel()].copy_(x.view(-1))
+        rows = [x.new_empty(longest) for _ in outs]
+        wait = self.all_gather(rows, padded)
+
+        def finish():
+            wait()
+            for out, row in zip(outs, rows, strict=True):
+                out.copy_(row[: out.numel()].view_as(out))
+
+        return finish
+
+    def reduce_scatter(self, out, parts):
+        received = [torch.empty_like(out) for _ in parts]
+        wait = self.all_to_all(received, parts)
+
+        def finish():
+            wait()
+            out.copy_(received[0])
+            for part in received[1:]:
+                out.add_(part)
+
+        return finish
+
+    def all_to_all(self, outs, parts):
+        if len({t.shape for t in (*outs, *parts)}) == 1:
+            return self._start(lambda outs, ins: dist.all_to_all(outs, ins, self.group, async_op=True), outs, parts)
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        lengths = [out.numel() for out in outs], [part.numel() for part in parts]
+        received = sent.new_empty(sum(lengths[0]))
+
+        def call(outs, ins):
+            return dist.all_to_all_single(outs[0], ins[0], *lengths, group=self.group, async_op=True)
+
+        wait = self._start(call, [received], [sent])
+
+        def finish():
+            wait()
+            for out, piece in zip(outs, received.split(lengths[0]), strict=True):
+                out.copy_(piece.view_as(out))
+
+        return finish
+
+    def broadcast(self, x, src):
+        src = self.members[src]
+        return self._start(lambda outs, ins: dist.broadcast(outs[0], src, self.group, async_op=True), [x], [x])
+
+    def barrier(self):
+        return self._start(lambda outs, ins: dist.barrier(self.group, async_op=True), [], [])
+
+    def isend(self, x, dst, tag):
+        dst = self.members[dst]
+        return self._start(lambda outs, ins: dist.isend(ins[0], dst, self.group, tag), [], [x])
+
+    def irecv(self, out, src, tag):
+        src = self.members[src]
+        return self._start(lambda outs, ins: dist.irecv(outs[0], src, self.group, tag), [out], [])
+
+    def describe(self) -> str:
+        ranks = f"{self.size} {{}} rank{'s' if self.size > 1 else ''} over {self.backend.replace('nccl', 'NCCL')}"
+        if self.device.type == "cpu":
+            return ranks.format("CPU") + f" ({os.cpu_count()} cores, {platform.machine()})"
+        shared = ", sharing GPUs, through host memory" if self.backend == "gloo" else ""
+        return f"{ranks.format('GPU')} ({torch.cuda.get_device_name(self.device)}{shared})"
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _start(self, call, outs, ins):
+        """Start `call(outs, ins)`; returns the function that waits until the outs are filled."""
+        if self.size == 1:
+            return lambda: [out.copy_(x) for out, x in zip(outs, ins, strict=True) if out is not x]
+        staged = self.device.type == "cuda" and self.backend == "gloo"
+        host = {id(t): t.cpu() for t in (*outs, *ins)} if staged else {id(t): t for t in (*outs, *ins)}
+        try:
+            work = call([host[id(t)] for t in outs], [host[id(t)] for t in ins])
+        except RuntimeError as e:
+            raise PeerLost(str(e)) from e
+
+        def wait():
+            try:
+                work.wait()
+            except RuntimeError as e:
+                raise PeerLost(str(e)) from e
+            if staged:
+                for out in outs:
+                    out.copy_(host[id(out)])
+
+        return wait
