@@ -99,7 +99,9 @@ def _call_spans(step, arrivals) -> list[Span]:
         label = f"{call.operation} {call.label}".strip()
         for begin, end in _held(call):
             ready = min(max(begin, arrivals[call.key]), end) if _blocks(call, begin) else begin
-            spans += [Span(k, label, a, b) for k, a, b in (("waiting", begin, ready), ("communication", ready, end)) if b > a]
+            spans += [
+                Span(k, label, a, b) for k, a, b in (("waiting", begin, ready), ("communication", ready, end)) if b > a
+            ]
     return spans
 
 

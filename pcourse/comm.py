@@ -9,7 +9,8 @@ input must stay untouched until then. Bytes are counted, not sniffed, and so are
               reduce-scatter S - shard(r), all-gather S - shard(r+1), all-reduce the sum of both,
               broadcast S (the last of the ring 0), all-to-all S - own, send S, recv and barrier 0
 
-What a backend really sends may be more; the lesson on collectives measures it.
+What a backend really sends may be more; the lesson on collectives says so. Autograd does not see these calls: what a
+collective is in the backward pass, the technique says (`parallel/tensor.py`).
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class Comm:
         self._act = act or (lambda words: None)
         self.progress = progress or (lambda step, of, **info: None)
         self.generator = torch.Generator(self.device).manual_seed(self.rank)
+        self._next = (self.rank + 1) % self.size
 
     # --- collectives -------------------------------------------------------------------------------------------
 
@@ -136,19 +138,16 @@ class Comm:
         """The elementwise `op` ("sum", "max" or "min") over the ranks, on every rank. Shape as `x`."""
         if op not in REDUCTIONS:
             raise ValueError(f"op={op!r} is not known; op can be {', '.join(REDUCTIONS)}")
-        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        buffer = result if result.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        if buffer is not x:
+        buffer, finish = _landing(x, out)
+        if buffer.data_ptr() != x.data_ptr():
             buffer.copy_(x.detach())
-        sizes = [s * x.element_size() for s in shard_sizes(x.numel(), self.size)]
-        wire = sum(sizes) - sizes[self.rank] + sum(sizes) - sizes[(self.rank + 1) % self.size]
+        nbytes = [n * x.element_size() for n in shard_sizes(x.numel(), self.size)]
+        wire = 2 * sum(nbytes) - nbytes[self.rank] - nbytes[self._next]
 
-        def finish():
-            return result if buffer is result else result.copy_(buffer)
+        def start(transport):
+            return transport.all_reduce(buffer, op)
 
-        return self._collective(
-            "all_reduce", sum(sizes), wire, lambda t: t.all_reduce(buffer.detach(), op), finish, async_op, label, account
-        )
+        return self._collective("all_reduce", sum(nbytes), wire, start, finish, async_op, label, account)
 
     def all_gather(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
         """The ranks' shards side by side along `dim`, on every rank.
@@ -161,65 +160,45 @@ class Comm:
             mine = torch.tensor([x.shape[dim]], device=self.device)
             sizes = self.all_gather(mine, sizes=[1] * self.size, account=SCALAR).tolist()
         self._check_sizes("all_gather", sizes, x.shape[dim], self.rank)
-        shapes = [_with_length(x.shape, dim, n) for n in sizes]
-        parts = [x.new_empty(shape) for shape in shapes]
+        parts = [x.new_empty(_with_length(x.shape, dim, n)) for n in sizes]
         nbytes = [part.numel() * x.element_size() for part in parts]
-        wire = sum(nbytes) - nbytes[(self.rank + 1) % self.size]
+        wire = sum(nbytes) - nbytes[self._next]
+
+        def start(transport):
+            return transport.all_gather(parts, x.detach().contiguous())
 
         def finish():
             return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
-        return self._collective(
-            "all_gather",
-            sum(nbytes),
-            wire,
-            lambda t: t.all_gather(parts, x.detach().contiguous()),
-            finish,
-            async_op,
-            label,
-            account,
-        )
+        return self._collective("all_gather", sum(nbytes), wire, start, finish, async_op, label, account)
 
     def reduce_scatter(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
         """This rank's shard, along `dim`, of the sum over the ranks. `sizes`: the shards' lengths, even if left out."""
         sizes = shard_sizes(x.shape[dim], self.size) if sizes is None else list(sizes)
         self._check_sizes("reduce_scatter", sizes, x.shape[dim])
         parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
-        result = torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format) if out is None else out
-        buffer = result if result.is_contiguous() else torch.empty_like(parts[self.rank])
+        buffer, finish = _landing(parts[self.rank], out)
         nbytes = x.numel() * x.element_size()
         wire = nbytes - parts[self.rank].numel() * x.element_size()
 
-        def finish():
-            return result if buffer is result else result.copy_(buffer)
+        def start(transport):
+            return transport.reduce_scatter(buffer, parts)
 
-        return self._collective(
-            "reduce_scatter",
-            nbytes,
-            wire,
-            lambda t: t.reduce_scatter(buffer.detach(), parts),
-            finish,
-            async_op,
-            label,
-            account,
-        )
+        return self._collective("reduce_scatter", nbytes, wire, start, finish, async_op, label, account)
 
     def broadcast(self, x, src: int = 0, *, out=None, async_op=False, label="", account=""):
         """`x` of rank `src`, on every rank; the others' `x` gives only shape and dtype."""
         self._check_peer("broadcast", src)
-        result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-        buffer = result if result.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-        if self.rank == src and buffer is not x:
+        buffer, finish = _landing(x, out)
+        if self.rank == src and buffer.data_ptr() != x.data_ptr():
             buffer.copy_(x.detach())
         nbytes = x.numel() * x.element_size()
         wire = 0 if self.rank == (src - 1) % self.size else nbytes
 
-        def finish():
-            return result if buffer is result else result.copy_(buffer)
+        def start(transport):
+            return transport.broadcast(buffer, src)
 
-        return self._collective(
-            "broadcast", nbytes, wire, lambda t: t.broadcast(buffer.detach(), src), finish, async_op, label, account
-        )
+        return self._collective("broadcast", nbytes, wire, start, finish, async_op, label, account)
 
     def all_to_all(self, x, dim: int = 0, *, sizes=None, out_sizes=None, async_op=False, label="", account=""):
         """Part q of `x` along `dim` goes to rank q; returns the parts received, side by side in rank order.
@@ -227,26 +206,23 @@ class Comm:
         `sizes` are the lengths sent (even if left out), `out_sizes` those received (asked for first if left out and
         the sent ones are uneven).
         """
-        given = sizes is not None
-        sizes = list(sizes) if given else shard_sizes(x.shape[dim], self.size)
+        even = sizes is None and x.shape[dim] % self.size == 0
+        sizes = shard_sizes(x.shape[dim], self.size) if sizes is None else list(sizes)
         self._check_sizes("all_to_all", sizes, x.shape[dim])
         if out_sizes is None:
-            asked = given or len(set(sizes)) > 1
-            out_sizes = self._ask_sizes(sizes) if asked and self.size > 1 else sizes
+            out_sizes = sizes if even else self._ask_sizes(sizes)
         parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
         outs = [x.new_empty(_with_length(x.shape, dim, n)) for n in out_sizes]
         nbytes = x.numel() * x.element_size()
         wire = nbytes - parts[self.rank].numel() * x.element_size()
-        return self._collective(
-            "all_to_all",
-            nbytes,
-            wire,
-            lambda t: t.all_to_all(outs, parts),
-            lambda: torch.cat(outs, dim),
-            async_op,
-            label,
-            account,
-        )
+
+        def start(transport):
+            return transport.all_to_all(outs, parts)
+
+        def finish():
+            return torch.cat(outs, dim)
+
+        return self._collective("all_to_all", nbytes, wire, start, finish, async_op, label, account)
 
     def barrier(self) -> None:
         """Returns when every rank of the group has arrived."""
@@ -286,7 +262,9 @@ class Comm:
             total *= degree
         if total != self.size:
             wanted = " · ".join(f"{axis}={degree}" for axis, degree in axes.items())
-            raise ValueError(f"{wanted} makes {total} ranks; this group has {self.size}: the degrees must multiply to it")
+            raise ValueError(
+                f"{wanted} makes {total} ranks; this group has {self.size}: the degrees must multiply to it"
+            )
         grid = torch.arange(self.size).view(*axes.values())
         comms = {}
         for position, (axis, degree) in enumerate(axes.items()):
@@ -296,7 +274,9 @@ class Comm:
         return SimpleNamespace(**comms)
 
     @contextmanager
-    def compute(self, kind: str, label: str = "", *, micro_batch: int | None = None, flops: float = 0, bytes: float = 0):
+    def compute(
+        self, kind: str, label: str = "", *, micro_batch: int | None = None, flops: float = 0, bytes: float = 0
+    ):
         """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …)."""
         piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
         self._act(f"computing {piece.label}")
@@ -383,6 +363,19 @@ class Comm:
             raise ValueError(f"{operation}: rank {self.rank} has no peer {peer}; it can be {legal}")
 
 
+def _landing(like, out):
+    """Where a result lands: the contiguous buffer to fill, and the function that hands the result over."""
+    if out is not None and (out.shape != like.shape or out.dtype != like.dtype):
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}; the result is {list(like.shape)} {like.dtype}")
+    result = torch.empty_like(like, memory_format=torch.contiguous_format) if out is None else out
+    buffer = result if result.is_contiguous() else torch.empty_like(like, memory_format=torch.contiguous_format)
+
+    def finish():
+        return result if buffer is result else result.copy_(buffer)
+
+    return buffer.detach(), finish
+
+
 def _with_length(shape, dim: int, n: int) -> list[int]:
     shape = list(shape)
     shape[dim] = n
@@ -402,5 +395,7 @@ def thread_comms(size, *, acts=None, progress=None):
 
     exchange = Exchange()
     acts = acts or [None] * size
-    comms = [Comm(ThreadTransport(exchange, r, tuple(range(size))), act=acts[r], progress=progress) for r in range(size)]
+    comms = [
+        Comm(ThreadTransport(exchange, r, tuple(range(size))), act=acts[r], progress=progress) for r in range(size)
+    ]
     return comms, exchange.abort

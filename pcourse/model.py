@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pcourse.config import ModelConfig
+from pcourse.dropout import Dropout
 
 DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -80,7 +81,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, s, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, -1, self.width).transpose(1, 2).split([self.heads] + 2 * [self.kv_heads], dim=1)
+        qkv = self.qkv(x).view(b, s, -1, self.width).transpose(1, 2)
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.heads != self.kv_heads:  # each key/value head serves a group of query heads
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         if self.fused:
@@ -119,49 +121,6 @@ class CrossEntropy(nn.Module):
         logits = logits.flatten(0, 1)
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         return F.cross_entropy(logits, targets.flatten(), reduction="sum")
-
-
-class Dropout(nn.Module):
-    """Dropout whose mask is a function of the element's place in the *unsplit* tensor, of the step and of the site.
-
-    So any split draws the same mask: a rank that holds a shard sets `origin`, where its shard begins in each dim, and
-    ranks that hold a replica agree without a message. `step_seed` changes with every step (`seed_dropout`).
-    """
-
-    def __init__(self, p: float, site: int):
-        super().__init__()
-        self.p, self.site, self.step_seed, self.origin = p, site, 0, {}
-
-    def forward(self, x):
-        if self.p == 0 or not self.training:
-            return x
-        kept = position_hash(x.shape, self.origin, self.step_seed * 1_000_003 + self.site, x.device) >= self.p * 2**31
-        return torch.where(kept, x / (1 - self.p), 0.0)
-
-
-def position_hash(shape, origin: dict[int, int], seed: int, device) -> torch.Tensor:
-    """A uniform int32 in [0, 2³¹) for each element of `shape`, which begins at `origin` in the whole tensor."""
-    h = torch.full((), seed % 2**31, dtype=torch.int32, device=device)
-    for dim, n in enumerate(shape):
-        first = origin.get(dim, 0)
-        index = torch.arange(first, first + n, dtype=torch.int32, device=device)
-        h = _mix(h.unsqueeze(-1) ^ _mix(index + 0x9E3779B * (dim + 1)))
-    return h & 0x7FFFFFFF
-
-
-def _mix(h):
-    # Rounds of xor-shift and odd multiplication (constants: Wellons, "Prospecting for Hash Functions", 2018).
-    h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
-    return h ^ ((h >> 16) & 0xFFFF)
-
-
-def seed_dropout(model: nn.Module, step_seed: int, first_sequence: int) -> None:
-    """Before a forward pass: which step it is, and which sequence of the global batch comes first on this rank."""
-    for module in model.modules():
-        if isinstance(module, Dropout):
-            module.step_seed = step_seed
-            module.origin[0] = first_sequence
 
 
 def build(config: ModelConfig, seed: int = 0, device="cpu") -> GPT:

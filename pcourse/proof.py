@@ -13,7 +13,8 @@ import torch
 from pcourse.comm import Comm
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.data import batch
-from pcourse.model import GPT, build, seed_dropout
+from pcourse.dropout import seed_dropout
+from pcourse.model import GPT, build
 from pcourse.parallel.shard import shard_of
 from pcourse.train import Trainer
 from pcourse.world import World

@@ -56,7 +56,7 @@ class Exchange:
             group[posted.rank] = posted
             if len(group) == members:
                 del self._gathering[key]
-                self._work.put((_agreed(list(group[r] for r in sorted(group))), move))
+                self._work.put((_agreed([group[r] for r in sorted(group)]), move))
 
     def post_send(self, posted: Posted, key) -> None:
         self._post_pair(posted, self._sends[key], self._recvs[key], sender=True)
@@ -102,6 +102,7 @@ class Exchange:
                 for posted in group:
                     if posted in self._pending:
                         self._pending.discard(posted)
+                        posted.inputs = posted.outputs = ()  # let go before the rank goes on: its meter counts them
                         posted.error = error
                         posted.done.set()
 

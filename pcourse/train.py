@@ -12,7 +12,8 @@ from pcourse.comm import SCALAR, Comm, shard_sizes
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.data import batch
 from pcourse.meter import MemoryMeter
-from pcourse.model import build, seed_dropout
+from pcourse.dropout import seed_dropout
+from pcourse.model import build
 from pcourse.parallel.shard import shard_of
 from pcourse.parallel.tensor import tensor_parallel
 from pcourse.report import MemoryLedger, Report
@@ -26,7 +27,9 @@ class Trainer:
     model before it is cut.
     """
 
-    def __init__(self, comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, meter=None, prepare=None):
+    def __init__(
+        self, comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, meter=None, prepare=None
+    ):
         self.comm, self.config, self.parallel, self.train, self.meter = comm, model, parallel, train, meter
         self.mesh = comm.split(dp=parallel.dp, pp=parallel.pp, cp=parallel.cp, tp=parallel.tp)
         unsplit = build(model, train.seed, comm.device)
@@ -66,7 +69,9 @@ class Trainer:
         squares = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         for p in self.model.parameters():
             if p.grad is not None and (shard_of(p) is not None or tp.rank == 0):
-                squares += torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)).double() ** 2
+                squares += (
+                    torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)).double() ** 2
+                )
         if tp.size > 1:
             tp.all_reduce(squares, out=squares, label="gradient norm", account=SCALAR)
         return squares.sqrt()
@@ -85,7 +90,9 @@ class Trainer:
         return self.meter.saving() if self.meter is not None else contextlib.nullcontext()
 
 
-def time_pass(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, on_step) -> list[StepRecord]:
+def time_pass(
+    comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, on_step
+) -> list[StepRecord]:
     """The warm-up steps, then `train.steps` recorded ones."""
     trainer = Trainer(comm, model, parallel, train)
     records = []

@@ -10,6 +10,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -135,19 +137,32 @@ class TorchTransport:
         if self.size == 1:
             return lambda: [out.copy_(x) for out, x in zip(outs, ins, strict=True) if out is not x]
         staged = self.device.type == "cuda" and self.backend == "gloo"
-        host = {id(t): t.cpu() for t in (*outs, *ins)} if staged else {id(t): t for t in (*outs, *ins)}
+        lent = {id(t): t.cpu() if staged else t.detach() for t in (*outs, *ins)}
+        released = [weakref.ref(t) for t in lent.values()]
         try:
-            work = call([host[id(t)] for t in outs], [host[id(t)] for t in ins])
+            work = call([lent[id(t)] for t in outs], [lent[id(t)] for t in ins])
         except RuntimeError as e:
             raise PeerLost(str(e)) from e
 
         def wait():
+            nonlocal work
             try:
                 work.wait()
             except RuntimeError as e:
                 raise PeerLost(str(e)) from e
             if staged:
                 for out in outs:
-                    out.copy_(host[id(out)])
+                    out.copy_(lent[id(out)])
+            work = None
+            lent.clear()
+            if self.backend == "gloo":
+                _await_release(released)
 
         return wait
+
+
+def _await_release(tensors, patience: float = 0.05) -> None:
+    """gloo's thread lets go of its tensors a moment after the call is done: a rank's memory would differ by chance."""
+    end = time.monotonic() + patience
+    while any(t() is not None for t in tensors) and time.monotonic() < end:
+        time.sleep(0)

@@ -86,11 +86,13 @@ class ColumnParallelLinear(nn.Module):
         rows = shard_range(linear.out_features, comm.size, comm.rank) if rows is None else rows
         self.weight = cut(linear.weight, 0, rows)
         self.bias = None if linear.bias is None else cut(linear.bias, 0, rows)
-        self.gathered_sizes = comm.all_gather(torch.tensor(len(rows)), account="start-up").tolist() if gather_output else None
+        self.gathered_sizes = _sizes(len(rows), comm) if gather_output else None
 
     def forward(self, x):
         y = F.linear(CopyToRanks.apply(x, self.comm, self.label), self.weight, self.bias)
-        return y if self.gathered_sizes is None else GatherFromRanks.apply(y, self.comm, self.gathered_sizes, self.label)
+        if self.gathered_sizes is None:
+            return y
+        return GatherFromRanks.apply(y, self.comm, self.gathered_sizes, self.label)
 
 
 class RowParallelLinear(nn.Module):
@@ -106,7 +108,7 @@ class RowParallelLinear(nn.Module):
         columns = shard_range(linear.in_features, comm.size, comm.rank) if columns is None else columns
         self.weight = cut(linear.weight, 1, columns)
         self.bias = linear.bias
-        self.input_sizes = comm.all_gather(torch.tensor(len(columns)), account="start-up").tolist() if split_input else None
+        self.input_sizes = _sizes(len(columns), comm) if split_input else None
 
     def forward(self, x):
         if self.input_sizes is not None:
@@ -175,6 +177,11 @@ class _CrossEntropy(torch.autograd.Function):
         return logits_grad.mul_((grad * counted).unsqueeze(-1)), None, None, None
 
 
+def _sizes(mine: int, comm: Comm) -> list[int]:
+    """Every rank's shard length, asked for once at start-up."""
+    return comm.all_gather(torch.tensor(mine, device=comm.device), sizes=[1] * comm.size, account="start-up").tolist()
+
+
 def tensor_parallel(model: GPT, comm: Comm) -> GPT:
     """Cut `model`, in place, over the ranks of `comm`; it starts from the same weights on every rank.
 
@@ -207,6 +214,8 @@ def _split_attention(attention: Attention, comm: Comm) -> None:
         for i in range(width)
     ]
     attention.qkv = ColumnParallelLinear(attention.qkv, comm, rows, label="attention")
-    attention.out = RowParallelLinear(attention.out, comm, range(mine.start * width, mine.stop * width), label="attention")
+    attention.out = RowParallelLinear(
+        attention.out, comm, range(mine.start * width, mine.stop * width), label="attention"
+    )
     attention.heads, attention.kv_heads = len(mine), len(mine_kv)
     attention.dropout.origin[1] = mine.start  # so that each head draws the mask it has in the unsplit model

@@ -1,0 +1,50 @@
+"""Configurations refuse what cannot run, with the values that would do."""
+
+import pytest
+
+from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ModelConfig(heads=7), "heads can be 1, 2, 4, 8"),
+        (lambda: ModelConfig(heads=8, kv_heads=3), "kv_heads can be 1, 2, 4, 8"),
+        (lambda: ModelConfig(layers=0), "layers=0 must be a whole number, 1 or more"),
+        (lambda: ModelConfig(hidden=2.5), "whole number"),
+        (lambda: ModelConfig(dropout=1.0), "at least 0 and below 1"),
+        (lambda: ModelConfig(dtype="fp8"), "dtype can be float32, bfloat16, float64"),
+        (lambda: ModelConfig(attention="flash"), "attention can be explicit, fused"),
+        (lambda: ParallelConfig(tp=True), "tp=True must be a whole number"),
+        (lambda: ParallelConfig(zero=4), "zero can be 0, 1, 2, 3"),
+        (lambda: TrainConfig(optimizer="lion"), "optimizer can be adamw, sgd"),
+        (lambda: TrainConfig(clip=-1), "clip=-1 must be a number, at least 0"),
+        (lambda: TrainConfig(learning_rate="fast"), "learning_rate='fast' must be a number"),
+    ],
+)
+def test_a_bad_value_is_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    "parallel, train, words",
+    [
+        (ParallelConfig(pp=2), TrainConfig(), "pp=2 is not built yet in this version; pp can be 1"),
+        (ParallelConfig(zero=1), TrainConfig(), "zero=1 is not built yet"),
+        (ParallelConfig(tp=3), TrainConfig(), "8 heads do not split over tp=3; tp can be 1, 2, 4, 8"),
+        (ParallelConfig(micro_batches=5), TrainConfig(batch=4), "micro_batches can be 1 to 4"),
+    ],
+)
+def test_a_bad_combination_is_refused(parallel, train, words):
+    with pytest.raises(ConfigError, match=words):
+        validate(ModelConfig(), parallel, train)
+
+
+def test_derived_sizes_follow():
+    assert ModelConfig(hidden=64).ffn == 256
+    assert ModelConfig(hidden=64).but(hidden=128).ffn == 512
+    assert ModelConfig(hidden=64, ffn=100).but(hidden=128).ffn == 100
+    assert ModelConfig(heads=8).but(heads=4).kv_heads == 4
+    assert ModelConfig(heads=8, kv_heads=2).but(heads=4).kv_heads == 2
+    assert ParallelConfig(tp=2, micro_batches=4).ranks == 2
