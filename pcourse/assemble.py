@@ -49,7 +49,7 @@ def assemble(recordings, model, parallel, train, *, made_at="", provenance="meas
         parallel=parallel,
         train=train,
         step_seconds=median,
-        step_spread=_quartiles(times),
+        step_spread=_quartiles(times, median),
         step_times=tuple(times),
         tokens_per_second=train.batch * model.sequence / median,
         loss=tuple(step[0].loss for step in steps),
@@ -60,11 +60,12 @@ def assemble(recordings, model, parallel, train, *, made_at="", provenance="meas
     )
 
 
-def _quartiles(times) -> tuple[float, float]:
+def _quartiles(times, median) -> tuple[float, float]:
+    """The lower and the upper one; of few steps, the median of which is one of them, they may lie on one side of it."""
     if len(times) == 1:
-        return times[0], times[0]
+        return median, median
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return low, high
+    return min(low, median), max(high, median)
 
 
 def _last_arrivals(step) -> dict:

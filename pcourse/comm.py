@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import torch
 
 from pcourse.clock import WallClock
+from pcourse.split import ring_wire, shard_sizes
 
 REDUCTIONS = ("sum", "max", "min")
 SCALAR = "scalar"  # the ledger's axis for sums of scalars and for sizes: no technique's bytes
@@ -104,17 +105,6 @@ class Handle:
         return self._result
 
 
-def shard_sizes(n: int, parts: int) -> list[int]:
-    """`n` over `parts`, as even as can be, the larger shards first; the sizes add up to `n`."""
-    return [n // parts + (r < n % parts) for r in range(parts)]
-
-
-def shard_range(n: int, parts: int, r: int) -> range:
-    """The indices that shard `r` of `parts` holds."""
-    start = sum(shard_sizes(n, parts)[:r])
-    return range(start, start + shard_sizes(n, parts)[r])
-
-
 class Comm:
     """One rank's end of a group of ranks.
 
@@ -130,7 +120,6 @@ class Comm:
         self._act = act or (lambda words: None)
         self.progress = progress or (lambda step, of, **info: None)
         self.generator = torch.Generator(self.device).manual_seed(self.rank)
-        self._next = (self.rank + 1) % self.size
 
     # --- collectives -------------------------------------------------------------------------------------------
 
@@ -141,13 +130,13 @@ class Comm:
         buffer, finish = _landing(x, out)
         if buffer.data_ptr() != x.data_ptr():
             buffer.copy_(x.detach())
-        nbytes = [n * x.element_size() for n in shard_sizes(x.numel(), self.size)]
-        wire = 2 * sum(nbytes) - nbytes[self.rank] - nbytes[self._next]
+        nbytes = x.numel() * x.element_size()
+        wire = ring_wire("all_reduce", x.numel(), self.size, self.rank) * x.element_size()
 
         def start(transport):
             return transport.all_reduce(buffer, op)
 
-        return self._collective("all_reduce", sum(nbytes), wire, start, finish, async_op, label, account)
+        return self._collective("all_reduce", nbytes, wire, start, finish, async_op, label, account)
 
     def all_gather(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
         """The ranks' shards side by side along `dim`, on every rank.
@@ -162,7 +151,7 @@ class Comm:
         self._check_sizes("all_gather", sizes, x.shape[dim], self.rank)
         parts = [x.new_empty(_with_length(x.shape, dim, n)) for n in sizes]
         nbytes = [part.numel() * x.element_size() for part in parts]
-        wire = sum(nbytes) - nbytes[self._next]
+        wire = sum(nbytes) - nbytes[(self.rank + 1) % self.size]
 
         def start(transport):
             return transport.all_gather(parts, x.detach().contiguous())

@@ -8,15 +8,16 @@ import datetime
 import torch
 
 from pcourse.assemble import Recording, StepRecord, assemble
-from pcourse.comm import SCALAR, Comm, shard_sizes
+from pcourse.comm import SCALAR, Comm
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.data import batch
-from pcourse.meter import MemoryMeter
 from pcourse.dropout import seed_dropout
+from pcourse.meter import MemoryMeter
 from pcourse.model import build
 from pcourse.parallel.shard import shard_of
 from pcourse.parallel.tensor import tensor_parallel
 from pcourse.report import MemoryLedger, Report
+from pcourse.split import shard_sizes
 from pcourse.world import World, machine_lock
 
 

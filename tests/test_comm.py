@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcourse.comm import shard_range, shard_sizes
+from pcourse.split import shard_range, shard_sizes
 from pcourse.world import RankError, World
 
 BACKENDS = ["threads", "gloo"]

@@ -8,12 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pcourse.comm import shard_range
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.dropout import seed_dropout
 from pcourse.model import build
 from pcourse.parallel.tensor import ColumnParallelLinear, ReduceFromRanks, RowParallelLinear, tensor_parallel
 from pcourse.proof import prove
+from pcourse.split import shard_range
 from pcourse.train import measure
 from pcourse.world import World
 

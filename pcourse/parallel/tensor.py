@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pcourse.comm import Comm, shard_range
+from pcourse.comm import Comm
 from pcourse.model import GPT, Attention
 from pcourse.parallel.shard import cut
+from pcourse.split import shard_range
 
 
 class CopyToRanks(torch.autograd.Function):

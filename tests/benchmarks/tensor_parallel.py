@@ -9,14 +9,10 @@ losses are compared: later ones drift apart, as AdamW makes much of a last bit.
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
 
 from pcourse.config import ModelConfig, TrainConfig
+from pcourse.native.paired import HEADER, interleave, ratio
 from pcourse.world import World
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from paired import HEADER, interleave, ratio
 
 SIZES = (
     ("tiny", ModelConfig(layers=2, hidden=64, heads=4, sequence=32), 2),
