@@ -373,14 +373,14 @@ def _with_length(shape, dim: int, n: int) -> list[int]:
 
 def process_comm(rank, size, *, backend, directory, timeout, act=None, progress=None) -> Comm:
     """The Comm of one rank that is a process of its own; its peers find it through a file in `directory`."""
-    from pcourse.transport import TorchTransport
+    from pcourse.transport.processes import TorchTransport
 
     return Comm(TorchTransport.start(rank, size, backend, directory, timeout), act=act, progress=progress)
 
 
 def thread_comms(size, *, acts=None, progress=None):
     """The Comms of `size` ranks that are threads of this process, and a function `abort(reason)` that ends them all."""
-    from pcourse.threads import Exchange, ThreadTransport
+    from pcourse.transport.threads import Exchange, ThreadTransport
 
     exchange = Exchange()
     acts = acts or [None] * size

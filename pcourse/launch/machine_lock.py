@@ -1,0 +1,48 @@
+"""One measuring run of a machine at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+
+
+@contextlib.contextmanager
+def machine_lock(announce=lambda words: None):
+    """Held by one measuring run of a machine at a time, whoever its user is.
+
+    Calls `announce(words)` once if it has to wait. Raises OSError where the lock's file cannot be used.
+    """
+    handle = _open_lock_file()
+    try:
+        if not _try_lock(handle):
+            announce("another run is measuring on this machine; waiting for it")
+            while not _try_lock(handle):  # a call that blocks could not be interrupted from a notebook
+                time.sleep(0.1)
+        yield
+    finally:
+        fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone would not do while a forked child holds a copy
+        os.close(handle)
+
+
+def _open_lock_file() -> int:
+    path = os.path.join(tempfile.gettempdir(), "pcourse-measuring.lock")
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    while True:
+        # Linux refuses O_CREAT on another user's file in a sticky folder: an existing one is opened without.
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, flags)
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            os.fchmod(handle, 0o666)  # the umask may have taken away what other users need
+            return handle
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
