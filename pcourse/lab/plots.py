@@ -1,0 +1,19 @@
+"""The canonical pictures of the course, each with one look everywhere.
+
+Of runs, measured or predicted alike: `timeline`, `ledger`, `communication`, `tradeoff`; under each stands where its
+numbers are from. Without a run: `split_matrix`, `layer_communication`, `ring`. Each returns a `Picture`.
+"""
+
+from pcourse.lab.draw.communication import communication, difference_text
+from pcourse.lab.draw.layer import layer_communication
+from pcourse.lab.draw.ledger import ledger
+from pcourse.lab.draw.product import split_matrix
+from pcourse.lab.draw.ring import ring
+from pcourse.lab.draw.timeline import timeline
+from pcourse.lab.draw.tradeoff import tradeoff
+from pcourse.lab.picture import Picture, bytes_text, configuration_text, number_text, seconds_text
+
+__all__ = [
+    "Picture", "bytes_text", "communication", "configuration_text", "difference_text", "layer_communication", "ledger",
+    "number_text", "ring", "seconds_text", "split_matrix", "timeline", "tradeoff",
+]  # fmt: skip

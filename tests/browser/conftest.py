@@ -1,0 +1,39 @@
+"""One JupyterLab, over a copy of the checkout, for all browser tests; skipped with the reason without a browser."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import labdriver
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    reason = labdriver.missing()
+    if reason:
+        pytest.skip(reason)
+    root = labdriver.copy_of(CHECKOUT, tmp_path_factory.mktemp("lab") / "course")
+    with labdriver.server(root) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def page(lab):
+    with labdriver.browser() as page:
+        yield page
+
+
+@pytest.fixture
+def shot(request, page, tmp_path):
+    """What the page showed, kept when the test failed: its path is printed."""
+    failed = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed:
+        path = Path(os.environ.get("PCOURSE_SHOTS", tmp_path)) / f"{request.node.name}.png"
+        page.screenshot(path=path)
+        print(f"screenshot: {path}")

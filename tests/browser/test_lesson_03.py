@@ -1,0 +1,64 @@
+"""Lesson 03 as a learner takes it: open it in JupyterLab, predict, measure, turn tp, cancel. The runs are real."""
+
+import re
+import time
+
+import labdriver
+import nbformat
+import pytest
+
+SOON = 60_000  # milliseconds: a run, with what a loaded machine adds
+
+
+NOTEBOOK = "notebooks/03_tensor_parallelism.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cell(lab):
+    """The number of the code cell that has these words."""
+    cells = [c.source for c in nbformat.read(lab.root / NOTEBOOK, 4).cells if c.cell_type == "code"]
+    return lambda words: next(number for number, source in enumerate(cells) if words in source)
+
+
+@pytest.fixture(scope="module")
+def lesson(lab, page):
+    return labdriver.open_notebook(page, lab, NOTEBOOK)
+
+
+def test_the_pictures_are_there_before_anything_runs(lesson, cell):
+    lesson.output(cell("panel = Panel(")).locator("img").first.wait_for(timeout=SOON)
+
+
+def test_predict_run_turn_and_cancel(lesson, cell, shot):
+    predict, run, explain = cell("guess = Predict("), cell("panel = Panel("), cell("await panel.finished()")
+    lesson.clear()
+    for number in (cell("import torch.nn.functional"), predict, run, explain):
+        lesson.run(number)
+    prediction, panel = lesson.output(predict), lesson.output(run)
+    assert "Lock your prediction above" in lesson.output(explain).inner_text()
+
+    field = prediction.get_by_label("Your prediction")
+    field.fill("2")
+    field.press("Enter")
+    lesson.say(re.compile("Locked at .*: 2 all-reduces"), prediction).wait_for(timeout=SOON)
+
+    lesson.button("Run", panel).click()
+    lesson.say(re.compile(r"^measured on 2 CPU ranks"), panel).first.wait_for(timeout=SOON)
+    panel.get_by_label("tp").select_option("4")
+    lesson.say(re.compile(r"^measured on 4 CPU ranks"), panel).first.wait_for(timeout=SOON)
+    assert panel.locator("img").count() >= 2 and "all-reduce" in panel.inner_text()
+
+    panel.get_by_label("hidden").select_option("256")
+    panel.get_by_label("sequence").select_option("128")
+    lesson.button("Run", panel).click()
+    start = time.monotonic()
+    lesson.button("Cancel", panel).click()
+    lesson.say("cancelled", panel).wait_for(timeout=SOON)
+    assert time.monotonic() - start < 2
+    panel.get_by_label("hidden").select_option("128")
+    panel.get_by_label("sequence").select_option("64")
+    lesson.say("from before; Run measures anew", panel).wait_for(timeout=SOON)
+
+    lesson.run(explain)
+    score = lesson.output(explain).inner_text()
+    assert "4 all-reduces" in score and "Two is one direction only" in score
