@@ -1,4 +1,4 @@
-"""One training step of any legal ParallelConfig, and `measure`, which runs it on real ranks and reports what it took."""
+"""One training step of any legal ParallelConfig, and `measure`, which runs it on real ranks and reports its cost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Trainer:
         return loss.item(), norm.item()
 
     def forward_backward(self, number: int) -> torch.Tensor:
-        """Gradients of the batch's mean loss per token, over micro-batches that may differ in size; returns the loss."""
+        """Gradients of the batch's mean loss per token, whose micro-batches may differ in size; returns the loss."""
         total = self.train.batch * self.config.sequence
         loss, first = 0.0, 0
         for k, rows in enumerate(shard_sizes(self.train.batch, self.parallel.micro_batches)):
@@ -78,7 +78,7 @@ class Trainer:
         return squares.sqrt()
 
     def update(self, norm: torch.Tensor) -> None:
-        """Clip the gradients to the norm `train.clip`, if there is one, as torch.nn.utils.clip_grad_norm_ does; step."""
+        """Clip to the norm `train.clip`, if there is one, as torch.nn.utils.clip_grad_norm_ does; step."""
         if self.train.clip is not None:
             factor = (self.train.clip / (norm + 1e-6)).clamp(max=1.0)
             for p in self.model.parameters():

@@ -33,7 +33,11 @@ def test_every_call_and_byte_of_a_step(tp, layers, hidden, sequence, batch, micr
         counted = {(r.axis, r.operation): r for r in rank.communication if r.axis != "scalar"}
         assert set(counted) == set(theory)
         for key, row in theory.items():
-            assert (counted[key].calls, counted[key].payload, counted[key].wire) == (row["calls"], row["payload"], row["wire"])
+            assert (counted[key].calls, counted[key].payload, counted[key].wire) == (
+                row["calls"],
+                row["payload"],
+                row["wire"],
+            )
 
 
 @settings(deadline=None)

@@ -86,4 +86,6 @@ def test_a_report_holds_the_ledger():
     report = measure(MODEL, ParallelConfig(tp=2), TrainConfig(batch=2, steps=1, warmup=0), World(2, "threads"))
     for rank in report.ranks:
         m = rank.memory
-        assert m.peak == sum(m.at_peak.values()) <= m.parameters + m.gradients + m.optimizer + m.activations + m.temporary
+        assert (
+            m.peak == sum(m.at_peak.values()) <= m.parameters + m.gradients + m.optimizer + m.activations + m.temporary
+        )

@@ -88,7 +88,10 @@ def test_the_proof_can_fail(monkeypatch):
 
 def test_bytes_of_a_layer_equal_theory():
     """Two all-reduces of b·s·h forward, two backward: 8bsh(t-1)/t elements sent a layer (Narayanan et al., 3.2)."""
-    model, train = ModelConfig(layers=1, hidden=32, heads=4, vocab=64, sequence=16), TrainConfig(batch=2, steps=1, warmup=0)
+    model, train = (
+        ModelConfig(layers=1, hidden=32, heads=4, vocab=64, sequence=16),
+        TrainConfig(batch=2, steps=1, warmup=0),
+    )
     for tp in (2, 4):
         one, three = (
             measure(replace(model, layers=n), ParallelConfig(tp=tp), train, World(tp, "threads")) for n in (1, 3)

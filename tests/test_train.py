@@ -73,7 +73,9 @@ def test_what_cannot_run_is_refused_before_any_rank_starts():
 
 def test_progress_reaches_the_caller():
     seen = []
-    measure(MODEL, ParallelConfig(tp=2), TRAIN, World(2, "gloo"), progress=lambda step, of, **info: seen.append((step, of)))
+    measure(
+        MODEL, ParallelConfig(tp=2), TRAIN, World(2, "gloo"), progress=lambda step, of, **info: seen.append((step, of))
+    )
     assert seen[-1] == (6, 6)  # 1 warm-up, 3 steps, 2 of the memory pass
 
 

@@ -3,8 +3,8 @@
 Column, then row (Narayanan et al. 2021, section 2.3; Korthikanti et al. 2022, figure 4). With `{partial over tp}` for
 a sum still to be made, an MLP reads
 
-    forward    X[b,s,h] ── f ── H[b,s,f/tp] = GeLU(X · W1[h,f/tp]) ── Y[b,s,h]{partial over tp} = H · W2[f/tp,h] ── g ── Y
-    backward   dX ── f: all-reduce ── dX{partial over tp} ◄──────────────────────────────── dY ── g: nothing ── dY
+    forward    X[b,s,h] ─ f ─ H[b,s,f/tp] = GeLU(X · W1[h,f/tp]) ─ Y[b,s,h]{partial over tp} = H · W2[f/tp,h] ─ g ─ Y
+    backward   dX ─ f: all-reduce ─ dX{partial over tp} ◄─────────────────────────────── dY ─ g: nothing ─ dY
 
 so a pair costs one all-reduce of b·s·h elements forward (g) and one backward (f), and a transformer layer, which is
 two pairs, two and two: 8bsh(t-1)/t elements sent by each rank.
@@ -119,7 +119,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """E[b,s,h] = g(rows of W[V/tp,h], zero where the token is another rank's): one all-reduce forward, none backward."""
+    """E[b,s,h] = g(rows of W[V/tp,h], zero where a token is another rank's): one all-reduce forward, none backward."""
 
     def __init__(self, embedding: nn.Embedding, comm: Comm):
         super().__init__()

@@ -1,0 +1,172 @@
+# %% [markdown]
+# # 00 · Start here
+#
+# 15 minutes. You need no GPU, and nothing beyond Python and a little PyTorch.
+#
+# **Into how fine pieces do I cut my model, and what does each cut cost me in memory, communication and idle time?**
+#
+# There is no answer for every machine: it depends on how fast the devices are, how much they hold, and how they are
+# connected. So this course never just tells. In each lesson you **predict** a number, **run** the split on the devices
+# that you have, and **explain** the difference.
+#
+# Run a cell with Shift+Enter. Try it on the next one.
+
+# %%
+import torch
+
+from pcourse import ModelConfig, ParallelConfig, RankError, TrainConfig, World, measure
+from pcourse.lab import Panel, Predict, bytes_text, plots
+
+print("ready, with torch", torch.__version__)
+
+# %% [markdown]
+# ## What is attached
+#
+# A **rank** is one process that computes on one device. A run has several, numbered from 0, and they send each other
+# messages. What carries the messages depends on what you have:
+
+# %%
+for ranks in (1, 2, 4):
+    with World(ranks) as world:
+        print(f"{ranks} ranks:", world.run(lambda comm: comm.describe())[0])
+
+# %% [markdown]
+# - **NCCL** where there is a GPU for each rank,
+# - **gloo** otherwise: real processes and real messages, on the CPU, or on GPUs that ranks share.
+#
+# Everything in the course runs on any of these. Times differ, and each lesson tells you how to read yours.
+
+# %% [markdown]
+# ## A first run
+#
+# A rank program is a function that gets a `comm`, its end of the line to the other ranks. Every rank runs the same
+# function. `comm.all_reduce` adds up what the ranks hold and gives the sum to all of them.
+
+
+# %%
+def hello(comm):
+    mine = torch.tensor([10.0 + comm.rank])
+    total = comm.all_reduce(mine)
+    print(
+        f"I am rank {comm.rank} of {comm.size}: I had {mine.item()}, together we have {total.item()}"
+    )
+    return total.item()
+
+
+with World(2) as world:
+    results = world.run(hello)
+print("returned, in rank order:", results)
+assert results == [21.0, 21.0]
+
+# %% [markdown]
+# The two ranks were processes of their own, started for this run and gone now. The same program also runs with its ranks
+# as threads inside this notebook: slower to compute, good to read, print and debug.
+
+# %%
+with World(3, backend="threads") as world:
+    results = world.run(hello)
+assert results == [33.0, 33.0, 33.0]
+
+# %% [markdown]
+# ## When a rank fails
+#
+# It will. A run ends within seconds, the cell shows *that* rank's own lines, and the next run works. Below, rank 1
+# multiplies vectors that do not fit.
+
+
+# %%
+def misfit(comm):
+    x = torch.ones(3 + comm.rank)
+    return comm.all_reduce(x @ torch.ones(3))
+
+
+try:
+    World(2).run(misfit)
+except RankError as error:
+    print(error)
+else:
+    raise AssertionError("rank 1 should have failed")
+
+# %% [markdown]
+# The stop button ends a run as well, and so does closing the notebook: no rank stays behind.
+
+# %% [markdown]
+# ## Three kinds of number
+#
+# Each number in this course says where it is from.
+#
+# - **measured**: this machine did it. The line says on what, and when.
+# - **paced**: real processes, real messages, slowed down to the speeds of a cluster that you describe. Lessons that need
+#   more devices than you have use it. (No lesson of this version does yet.)
+# - **predicted**: a formula or a simulation says so. The line says which.
+#
+# Here is a number of two kinds. A small GPT is trained for a few steps on the text of your own Python's standard library.
+
+# %%
+model = ModelConfig(layers=2, hidden=128, heads=8, sequence=64)
+train = TrainConfig(batch=4, steps=5)
+report = measure(model, ParallelConfig(), train)
+
+L, h, V, s = model.layers, model.hidden, model.vocab, model.sequence
+predicted = 4 * (L * (12 * h**2 + 13 * h) + (V + s) * h + 2 * h)  # 4 bytes a float32
+found = report.ranks[0].memory.parameters
+print("parameters, predicted from L(12h² + 13h) + (V + s)h + 2h:", bytes_text(predicted))
+print(f"parameters, {report.source}: {bytes_text(found)}")
+print("the loss of each step, measured:", ", ".join(f"{loss:.2f}" for loss in report.loss))
+assert found == predicted and report.loss[-1] < report.loss[0]
+
+# %% [markdown]
+# ## Predict, run, explain
+#
+# Now the rhythm of every lesson, once, in small. `tp` is how many ranks share each layer of that GPT: twice the ranks,
+# half the work for each. You will learn in lesson 03 how. Here, only guess.
+
+# %%
+guess = Predict(
+    "On two ranks (tp = 2), how many times as fast is a step as on one?",
+    unit="times",
+    name="first guess",
+)
+guess
+
+# %% [markdown]
+# Write a number, lock it, and the panel below opens. Then press **Run**, or move `tp`. **Cancel** ends a run. Press Run
+# again for a second opinion: what you see is a median of five steps, and machines are noisy.
+
+# %%
+panel = Panel(
+    model,
+    ParallelConfig(tp=2),
+    train,
+    controls={"tp": [1, 2, 4], "hidden": [64, 128, 256]},
+    draw=lambda report, panel: [plots.timeline(report), plots.ledger(report)],
+    after=guess,
+    title="One training step, measured",
+)
+panel
+
+# %%
+await panel.finished()
+one, two = await panel.sweep(tp=[1, 2])
+guess.score(one.step_seconds / two.step_seconds, source=two)
+seconds = two.ranks[0].seconds
+for kind, taken in seconds.items():
+    print(f"{kind:<14}{taken * 1e3:7.2f} ms  {taken / two.step_seconds:5.0%} of the step on rank 0")
+
+# %% [markdown]
+# The table explains your number. *Compute* is what was divided. *Communication* moves bytes, and *waiting* is for the
+# other rank to arrive: one rank alone has neither. Whether two ranks pay depends on how these compare, on your machine,
+# at this size. Turn `hidden` up in the panel and see whether it changes.
+#
+# That is the course. Where it pays, where it stops paying, and why, lesson by lesson.
+
+# %% [markdown]
+# ## Good to know
+#
+# - A panel shows *"model not found"* after you reopen a saved notebook: run its cell again.
+# - Only one run measures at a time on a machine, so that numbers stay clean. In a workshop a second one waits, and says so.
+# - Each rank uses one thread. So two ranks on two cores do not get in each other's way.
+# - Nothing is downloaded, and ranks talk over this machine's own loopback only.
+#
+# **Next**: [02 · Talking between ranks](02_talking_between_ranks.ipynb), then
+# [03 · Tensor parallelism](03_tensor_parallelism.ipynb).
