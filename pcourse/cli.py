@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pcourse import __version__
 from pcourse.config import ConfigError, ParallelConfig, validate
 from pcourse.course import ROOT, SOLVED, UnknownName, Verdict, check_notebook, pick
+from pcourse.launch.torchrun import TorchrunWorld
 from pcourse.options import add_config_options, configs_from
 from pcourse.progress import Progress
 from pcourse.world import BACKENDS, RankError, World
@@ -84,8 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress("measuring") as progress, contextlib.redirect_stdout(sys.stderr):
         from pcourse.train import measure
 
-        with World(parallel.ranks, backend=arguments.backend) as world:
-            report = measure(model, parallel, train, world, progress=progress, timeout=arguments.timeout)
+        world = TorchrunWorld.here() or World(parallel.ranks, backend=arguments.backend)
+        report = measure(model, parallel, train, world, progress=progress, timeout=arguments.timeout)
+    if isinstance(world, TorchrunWorld) and world.rank:  # torchrun has started several of us: one speaks
+        return 0
     if arguments.json:
         print(report.to_json())
     else:

@@ -375,7 +375,15 @@ def process_comm(rank, size, *, backend, directory, timeout, act=None, progress=
     """The Comm of one rank that is a process of its own; its peers find it through a file in `directory`."""
     from pcourse.transport.processes import TorchTransport
 
-    return Comm(TorchTransport.start(rank, size, backend, directory, timeout), act=act, progress=progress)
+    transport = TorchTransport.start(rank, size, backend, timeout, directory=directory)
+    return Comm(transport, act=act, progress=progress)
+
+
+def torchrun_comm(*, timeout, progress=None) -> Comm:
+    """The Comm of this process, one of those that torchrun has started."""
+    from pcourse.transport.processes import TorchTransport
+
+    return Comm(TorchTransport.start_under_torchrun(timeout), progress=progress)
 
 
 def thread_comms(size, *, acts=None, progress=None):

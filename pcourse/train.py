@@ -18,7 +18,7 @@ from pcourse.parallel.shard import shard_of
 from pcourse.parallel.tensor import tensor_parallel
 from pcourse.report import MemoryLedger, Report
 from pcourse.split import shard_sizes
-from pcourse.world import World, machine_lock
+from pcourse.world import World
 
 
 class Trainer:
@@ -159,10 +159,9 @@ def measure(
         raise ConfigError(f"clock={clock!r} is not built yet in this version; clock can be 'wall'")
     if world is not None and world.size != parallel.ranks:
         raise ConfigError(f"this world has {world.size} ranks and the configuration needs {parallel.ranks}")
-    with machine_lock(announce=_announcer(progress)):
-        recordings = (world or World(parallel.ranks)).run(
-            record, model, parallel, train, timeout=timeout, progress=progress
-        )
+    world = world or World(parallel.ranks)
+    with world.take_turns(_announcer(progress)):
+        recordings = world.run(record, model, parallel, train, timeout=timeout, progress=progress)
     return assemble(recordings, model, parallel, train, made_at=datetime.datetime.now().isoformat(timespec="seconds"))
 
 

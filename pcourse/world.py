@@ -76,6 +76,10 @@ class World:
             for run in self._runs:
                 run.cancelled = True
 
+    def take_turns(self, announce):
+        """A context in which no other run measures on this machine; `announce(words)` is told of a wait."""
+        return machine_lock(announce)
+
     def close(self) -> None:
         """End what runs now, and allow no further run."""
         self._closed = True

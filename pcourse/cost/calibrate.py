@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pcourse.world import World, machine_lock
+from pcourse.world import World
 
 # Bus bandwidth is algorithm bandwidth (S / t) times this: what a link carries, whatever the number of ranks
 # (NVIDIA nccl-tests, PERFORMANCE.md).
@@ -88,10 +88,9 @@ def measure_messages(
     """
     if operation not in BUS_FACTOR:
         raise ValueError(f"operation={operation!r} is not timed here; it can be {', '.join(BUS_FACTOR)}")
-    with machine_lock(announce=print):
-        results = (world or World(ranks)).run(
-            _time_messages, operation, sizes, repetitions, timeout=timeout, progress=progress
-        )
+    world = world or World(ranks)
+    with world.take_turns(print):
+        results = world.run(_time_messages, operation, sizes, repetitions, timeout=timeout, progress=progress)
     times, device = results[0]
     made_at = datetime.datetime.now().isoformat(timespec="seconds")
     return MessageCost(operation, ranks, tuple(sizes), tuple(map(tuple, times)), device, made_at)

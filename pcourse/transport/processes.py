@@ -29,22 +29,34 @@ class TorchTransport:
         self.device, self.backend, self.size = device, backend, len(members)
 
     @classmethod
-    def start(cls, rank: int, size: int, backend: str, directory, timeout: float) -> TorchTransport:
-        """Join the other ranks through a file in `directory`. `backend` "auto": NCCL if there is a GPU for each rank.
+    def start(cls, rank: int, size: int, backend: str, timeout: float, *, directory) -> TorchTransport:
+        """Join the other ranks of this machine through a file in `directory`.
 
-        Raises ValueError where NCCL is asked for and there are fewer GPUs than ranks.
+        `backend` "auto" is NCCL if there is a GPU for each rank. Raises ValueError where NCCL is asked for and there
+        are fewer GPUs than ranks.
         """
+        store = dist.FileStore(os.path.join(directory, "store"), size)
+        how = {"store": store, "rank": rank, "world_size": size, "timeout": datetime.timedelta(seconds=timeout)}
+        return cls._join(rank, size, backend, how)
+
+    @classmethod
+    def start_under_torchrun(cls, timeout: float) -> TorchTransport:
+        """Join the ranks that torchrun has started, which tells each who it is in its environment."""
+        local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return cls._join(local_rank, local_size, "auto", {"timeout": datetime.timedelta(seconds=timeout)})
+
+    @classmethod
+    def _join(cls, local_rank: int, local_size: int, backend: str, how: dict) -> TorchTransport:
         gpus = torch.cuda.device_count()
-        if backend == "nccl" and gpus < size:
-            raise ValueError(f"NCCL needs a GPU for each of {size} ranks and sees {gpus}; backend can be auto or gloo")
+        if backend == "nccl" and gpus < local_size:
+            raise ValueError(f"NCCL needs a GPU for each of {local_size} ranks and sees {gpus}; backend can be gloo")
         if backend == "auto":
-            backend = "nccl" if gpus >= size else "gloo"
-        device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+            backend = "nccl" if gpus >= local_size else "gloo"
+        device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(device)
-        store = dist.FileStore(os.path.join(directory, "store"), size)
-        limit = datetime.timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backend, **how)
+        rank, size = dist.get_rank(), dist.get_world_size()
         return cls(dist.group.WORLD, rank, tuple(range(size)), device, backend)
 
     def subgroup(self, groups: list[list[int]], name: str) -> TorchTransport:
