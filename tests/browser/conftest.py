@@ -1,4 +1,4 @@
-"""One JupyterLab, over a copy of the checkout, for all browser tests; skipped with the reason without a browser."""
+"""One JupyterLab, over a copy of the checkout, for each file of browser tests; skipped, with the reason, without a browser."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import labdriver
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     reason = labdriver.missing()
     if reason:
@@ -22,7 +22,7 @@ def lab(tmp_path_factory):
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright keeps an event loop running while it lives
 def page(lab):
     with labdriver.browser() as page:
         yield page
