@@ -88,35 +88,36 @@ class TorchTransport:
         return finish
 
     def reduce_scatter(self, out, parts):
-        received = [torch.empty_like(out) for _ in parts]
-        wait = self.all_to_all(received, parts)
+        received = out.new_empty(self.size, out.numel())
+        wait = self._exchange(received.view(-1), [out.numel()] * self.size, parts)
 
         def finish():
             wait()
-            out.copy_(received[0])
-            for part in received[1:]:
-                out.add_(part)
+            torch.sum(received, 0, dtype=out.dtype, out=out.view(-1))
 
         return finish
 
     def all_to_all(self, outs, parts):
-        if len({t.shape for t in (*outs, *parts)}) == 1:
-            return self._start(lambda outs, ins: dist.all_to_all(outs, ins, self.group, async_op=True), outs, parts)
-        sent = torch.cat([part.reshape(-1) for part in parts])
-        lengths = [out.numel() for out in outs], [part.numel() for part in parts]
-        received = sent.new_empty(sum(lengths[0]))
-
-        def call(outs, ins):
-            return dist.all_to_all_single(outs[0], ins[0], *lengths, group=self.group, async_op=True)
-
-        wait = self._start(call, [received], [sent])
+        lengths = [out.numel() for out in outs]
+        received = outs[0].new_empty(sum(lengths))
+        wait = self._exchange(received, lengths, parts)
 
         def finish():
             wait()
-            for out, piece in zip(outs, received.split(lengths[0]), strict=True):
+            for out, piece in zip(outs, received.split(lengths), strict=True):
                 out.copy_(piece.view_as(out))
 
         return finish
+
+    def _exchange(self, received, lengths, parts):
+        """Part q goes to rank q; of rank q come `lengths[q]` elements, side by side in `received`, which is flat."""
+        sent = torch.cat([part.reshape(-1) for part in parts])
+
+        def call(outs, ins):
+            sizes = lengths, [part.numel() for part in parts]
+            return dist.all_to_all_single(outs[0], ins[0], *sizes, group=self.group, async_op=True)
+
+        return self._start(call, [received], [sent])
 
     def broadcast(self, x, src):
         src = self.members[src]

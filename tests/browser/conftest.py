@@ -1,4 +1,4 @@
-"""One JupyterLab, over a copy of the checkout, for each file of browser tests; skipped, with the reason, without a browser."""
+"""A JupyterLab over a copy of the checkout for each file of browser tests; without a browser a skip that says why."""
 
 import os
 import sys
