@@ -28,10 +28,12 @@ class Recording:
     device: str
     steps: list[StepRecord]
     memory: MemoryLedger
+    clock_uncertainty: float = 0.0  # seconds by which this rank's clock may differ from rank 0's
+    allocator_peak: int | None = None  # bytes, of the memory pass; only a GPU's allocator tells
 
 
-def assemble(recordings, model, parallel, train, *, made_at="", provenance="measured", notes=()) -> Report:
-    """One Report. The spans, seconds and communication are those of the median step."""
+def assemble(recordings, model, parallel, train, *, made_at="", provenance="measured") -> Report:
+    """One Report. The spans, seconds and communication are those of the median step (of an even number, the lower)."""
     steps = list(zip(*(r.steps for r in recordings), strict=True))  # steps[i][rank]
     times = [max(s.end for s in step) - min(s.start for s in step) for step in steps]
     median = statistics.median_low(times)
@@ -56,8 +58,17 @@ def assemble(recordings, model, parallel, train, *, made_at="", provenance="meas
         gradient_norm=tuple(step[0].gradient_norm for step in steps),
         ranks=ranks,
         made_at=made_at,
-        notes=tuple(notes),
+        notes=tuple(_notes(recordings)),
     )
+
+
+def _notes(recordings):
+    """What a reader of this report must know beside its numbers."""
+    if uncertainty := max(r.clock_uncertainty for r in recordings):
+        yield f"ranks on several machines, their clocks aligned to within {uncertainty * 1e6:.0f} µs of rank 0's"
+    for rank, recording in enumerate(recordings):
+        if recording.allocator_peak is not None:
+            yield f"rank {rank}: the GPU's allocator peaked at {recording.allocator_peak:,} bytes, rounding included"
 
 
 def _quartiles(times, median) -> tuple[float, float]:
@@ -112,12 +123,13 @@ def _blocks(call, begin) -> bool:
 
 
 def _compute_spans(step) -> list[Span]:
-    """The computes with the calls made inside them cut out."""
-    held = sorted(interval for call in step.calls for interval in _held(call))
+    """The computes, with the calls and the other computes made inside them cut out."""
+    held = [interval for call in step.calls for interval in _held(call)]
     spans = []
     for c in step.computes:
+        inner = [(d.start, d.end) for d in step.computes if d is not c and c.start <= d.start and d.end <= c.end]
         at = c.start
-        for begin, end in held:
+        for begin, end in sorted(held + inner):
             if end <= at or begin >= c.end:
                 continue
             if begin > at:

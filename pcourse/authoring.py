@@ -26,7 +26,8 @@ import jupytext
 import nbformat
 from nbclient.exceptions import CellExecutionError
 
-from pcourse.course import KERNEL, ROOT, first_line, pick, run_headless
+from pcourse.course import KERNEL, ROOT, first_line, pick
+from pcourse.headless import run_headless
 
 LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "pygments_lexer": "ipython3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"

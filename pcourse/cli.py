@@ -15,7 +15,8 @@ from dataclasses import asdict
 
 from pcourse import __version__
 from pcourse.config import ConfigError, ParallelConfig, validate
-from pcourse.course import ROOT, SOLVED, UnknownName, Verdict, check_notebook, pick
+from pcourse.course import ROOT, UnknownName, pick
+from pcourse.headless import SOLVED, Verdict, check_notebook
 from pcourse.launch.torchrun import TorchrunWorld
 from pcourse.options import add_config_options, configs_from
 from pcourse.progress import Progress

@@ -26,6 +26,7 @@ from pcourse.clock import WallClock
 from pcourse.split import ring_wire, shard_sizes
 
 REDUCTIONS = ("sum", "max", "min")
+STAMPS = frozenset({"entered", "left", "wait_entered", "wait_left", "start", "end"})  # of Call and Compute
 SCALAR = "scalar"  # the ledger's axis for sums of scalars and for sizes: no technique's bytes
 
 
@@ -87,9 +88,9 @@ class Recorder:
         calls, self.calls = self.calls, []
         computes, self.computes = self.computes, []
         for item in (*calls, *computes):
-            for name, value in vars(item).items():
-                if hasattr(value, "synchronize"):  # a stamp of the GPU
-                    setattr(item, name, self.clock.seconds(value))
+            for name in STAMPS.intersection(vars(item)):
+                stamp = getattr(item, name)
+                setattr(item, name, None if stamp is None else self.clock.seconds(stamp))
         return calls, computes
 
 
@@ -128,8 +129,7 @@ class Comm:
         if op not in REDUCTIONS:
             raise ValueError(f"op={op!r} is not known; op can be {', '.join(REDUCTIONS)}")
         buffer, finish = _landing(x, out)
-        if buffer.data_ptr() != x.data_ptr():
-            buffer.copy_(x.detach())
+        _fill(buffer, x)
         nbytes = x.numel() * x.element_size()
         wire = ring_wire("all_reduce", x.numel(), self.size, self.rank) * x.element_size()
 
@@ -179,8 +179,8 @@ class Comm:
         """`x` of rank `src`, on every rank; the others' `x` gives only shape and dtype."""
         self._check_peer("broadcast", src)
         buffer, finish = _landing(x, out)
-        if self.rank == src and buffer.data_ptr() != x.data_ptr():
-            buffer.copy_(x.detach())
+        if self.rank == src:
+            _fill(buffer, x)
         nbytes = x.numel() * x.element_size()
         wire = 0 if self.rank == (src - 1) % self.size else nbytes
 
@@ -189,7 +189,9 @@ class Comm:
 
         return self._collective("broadcast", nbytes, wire, start, finish, async_op, label, account)
 
-    def all_to_all(self, x, dim: int = 0, *, sizes=None, out_sizes=None, async_op=False, label="", account=""):
+    def all_to_all(
+        self, x, dim: int = 0, *, sizes=None, out_sizes=None, out=None, async_op=False, label="", account=""
+    ):
         """Part q of `x` along `dim` goes to rank q; returns the parts received, side by side in rank order.
 
         `sizes` are the lengths sent (even if left out), `out_sizes` those received (asked for first if left out and
@@ -209,7 +211,7 @@ class Comm:
             return transport.all_to_all(outs, parts)
 
         def finish():
-            return torch.cat(outs, dim)
+            return torch.cat(outs, dim) if out is None else torch.cat(outs, dim, out=out)
 
         return self._collective("all_to_all", nbytes, wire, start, finish, async_op, label, account)
 
@@ -363,6 +365,14 @@ def _landing(like, out):
         return result if buffer is result else result.copy_(buffer)
 
     return buffer.detach(), finish
+
+
+def _fill(buffer, x) -> None:
+    """Copy `x` into `buffer`, which may be `x` itself, or share its memory in another order."""
+    same_memory = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    if same_memory and (buffer.data_ptr(), buffer.stride()) == (x.data_ptr(), x.stride()):
+        return
+    buffer.copy_(x.detach().clone() if same_memory else x.detach())
 
 
 def _with_length(shape, dim: int, n: int) -> list[int]:

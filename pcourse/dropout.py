@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pcourse.config import TrainConfig
+
 
 class Dropout(nn.Module):
     """Zeroes elements with probability `p` and scales the others by 1/(1 - p).
@@ -40,6 +42,11 @@ def _mix(h):
     h = (h ^ ((h >> 16) & 0xFFFF)) * 0x7FEB352D
     h = (h ^ ((h >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return h ^ ((h >> 16) & 0xFFFF)
+
+
+def dropout_seed(train: TrainConfig, step: int) -> int:
+    """What `step` of a training run seeds its masks with."""
+    return train.seed * 1_000_003 + step
 
 
 def seed_dropout(model: nn.Module, step_seed: int, first_sequence: int) -> None:

@@ -2,8 +2,8 @@
 
 A storage is *temporary* until something claims it: the model its parameters, autograd what it keeps for backward
 (activations), a parameter its gradient, the optimizer its state. So an activation is exactly what autograd saved, each
-storage once. On CPU the count is the same from run to run; on CUDA it is that of the same storages, and
-`torch.cuda.memory_stats` says what the allocator adds to it. Not seen: workspace inside one operation, and what a
+storage once. On CPU the count is the same from run to run; on CUDA it is that of the same storages, and a
+report's notes say what the allocator's own peak was. Not seen: workspace inside one operation, and what a
 backend stages outside torch (gloo: up to the payload and more).
 
 Enter the meter before the model is built, in the rank's own thread.

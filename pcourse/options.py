@@ -98,12 +98,12 @@ def _add_option(group, field: Field, hint, built: bool) -> None:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=words, **common)
         return
     words += f" [{'none' if field.default is None else field.default}]"
-    reader = _reader(hint)
+    reader = _Reader(hint)
     metavar = "|".join(map(str, LEGAL.get(field.name, ()))) or reader.metavar
     group.add_argument(flag, type=reader, metavar=metavar, help=words, **common)
 
 
-class _reader:
+class _Reader:
     """Reads a value from the command line: "none" where None is a value, else a number or a word."""
 
     def __init__(self, hint):

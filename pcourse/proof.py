@@ -13,7 +13,7 @@ import torch
 from pcourse.comm import Comm
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.data import batch
-from pcourse.dropout import seed_dropout
+from pcourse.dropout import dropout_seed, seed_dropout
 from pcourse.model import GPT, build
 from pcourse.parallel.shard import shard_of
 from pcourse.train import Trainer
@@ -107,7 +107,7 @@ def roughen(model: GPT) -> GPT:
 
 def _reference_backward(reference: GPT, model: ModelConfig, train: TrainConfig, number: int):
     tokens, targets = batch(model, train, number, device=next(reference.parameters()).device)
-    seed_dropout(reference, number, 0)
+    seed_dropout(reference, dropout_seed(train, number), 0)
     loss = reference.loss(tokens, targets) / targets.numel()
     loss.backward()
     return loss.detach()

@@ -6,6 +6,7 @@ Nothing here imports torch. `to_json` and `from_json` are inverse to each other 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
@@ -89,7 +90,8 @@ class RankReport:
 class Report:
     """What one configuration took. Times in seconds, memory and messages in bytes.
 
-    `step_seconds` is the median of `step_times`, `step_spread` their lower and upper quartile. `loss` (mean per token)
+    `step_seconds` is the median of `step_times` (of an even number, the lower of the two in the middle, so that it is a
+    step's own), `step_spread` their lower and upper quartile. `loss` (mean per token)
     and `gradient_norm` list the reported steps, warm-up left out.
     """
 
@@ -119,11 +121,17 @@ class Report:
         return asdict(self)
 
     def to_json(self, indent: int | None = None) -> str:
-        return json.dumps(self.to_dict(), indent=indent)
+        """JSON has no NaN or infinity: a loss that is not finite is null, and comes back as NaN."""
+        data = self.to_dict()
+        for name in ("loss", "gradient_norm"):
+            data[name] = [value if math.isfinite(value) else None for value in data[name]]
+        return json.dumps(data, indent=indent, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         data = json.loads(text)
+        for name in ("loss", "gradient_norm"):
+            data[name] = [math.nan if value is None else value for value in data[name]]
         configs = {
             "model": ModelConfig(**data.pop("model")),
             "parallel": ParallelConfig(**data.pop("parallel")),

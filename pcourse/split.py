@@ -27,3 +27,13 @@ def ring_wire(operation: str, n: int, parts: int, r: int) -> int:
         "all_gather": all_gather,
         "all_reduce": reduce_scatter + all_gather,
     }[operation]
+
+
+def ring_chunk(n: int, rank: int, step: int) -> int:
+    """The chunk that `rank` sends to `rank` + 1 in `step` of a ring all-reduce over `n` ranks.
+
+    In the first n - 1 steps (reduce-scatter) what arrives is added, and rank r ends with the sum of chunk r. In the
+    n - 1 after them (all-gather) it replaces.
+    """
+    first = rank - 1 if step < n - 1 else rank
+    return (first - step % (n - 1)) % n

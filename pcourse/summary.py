@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcourse.lab.picture import bytes_text, configuration_text, number_text, seconds_text
 from pcourse.report import CATEGORIES, TIME_KINDS, Report
+from pcourse.wording import aligned_text, bytes_text, configuration_text, number_text, seconds_text
 
 
 def summary(report: Report) -> str:
@@ -16,13 +16,7 @@ def summary(report: Report) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns that line up: numbers to the right, the first column to the left."""
-    widths = [max(len(row[k]) for row in [head, *rows]) for k in range(len(head))]
-    return "\n".join(_line(row, widths) for row in [head, *rows])
-
-
-def _line(row, widths) -> str:
-    first, *rest = zip(row, widths, strict=True)
-    return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)])
+    return aligned_text([head, *rows], ["left"] + ["right"] * (len(head) - 1))
 
 
 def _headline(report: Report) -> str:

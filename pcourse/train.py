@@ -11,7 +11,7 @@ from pcourse.assemble import Recording, StepRecord, assemble
 from pcourse.comm import SCALAR, Comm
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.data import batch
-from pcourse.dropout import seed_dropout
+from pcourse.dropout import dropout_seed, seed_dropout
 from pcourse.meter import MemoryMeter
 from pcourse.model import build
 from pcourse.parallel.shard import shard_of
@@ -56,7 +56,7 @@ class Trainer:
         loss, first = 0.0, 0
         for k, rows in enumerate(shard_sizes(self.train.batch, self.parallel.micro_batches)):
             tokens, targets = batch(self.config, self.train, number, slice(first, first + rows), self.comm.device)
-            seed_dropout(self.model, number, first)
+            seed_dropout(self.model, dropout_seed(self.train, number), first)
             with self.comm.compute("forward", micro_batch=k), self._saving():
                 part = self.model.loss(tokens, targets) / total  # by tokens, so that micro-batches weigh as they should
             with self.comm.compute("backward", micro_batch=k):
@@ -117,6 +117,8 @@ def memory_pass(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train:
         trainer.step(0)
         on_step()
         meter.reset_peaks()
+        if comm.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(comm.device)
         trainer.step(1)
         on_step()
         return meter.ledger()
@@ -134,7 +136,8 @@ def record(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Trai
 
     steps = time_pass(comm, model, parallel, train, on_step)
     ledger = memory_pass(comm, model, parallel, train, on_step)
-    return Recording(comm.describe(), steps, ledger)
+    allocated = torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None
+    return Recording(comm.describe(), steps, ledger, comm.clock.uncertainty, allocated)
 
 
 def measure(

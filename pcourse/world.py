@@ -30,7 +30,8 @@ class World:
     """`size` ranks on this machine.
 
     `backend`: "gloo" and "nccl" are processes that talk over it, "auto" is nccl where there is a GPU for each
-    rank and else gloo, "threads" are threads of this process. Raises ValueError for another size or backend.
+    rank and else gloo, "threads" are threads of this process. `threads` is how many intra-op threads each rank
+    computes with. Raises ValueError for another size, backend or number of threads.
 
         with World(4) as world:
             results = world.run(program, 1, 2)  # program(comm, 1, 2) on every rank; its results in rank order
@@ -38,12 +39,13 @@ class World:
     Every run has ranks of its own: a World works again after a failure, and for several threads at once.
     """
 
-    def __init__(self, size: int = 2, backend: str = "auto"):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size={size!r} must be a whole number of ranks, 1 or more")
+    def __init__(self, size: int = 2, backend: str = "auto", threads: int = 1):
+        for name, value in (("size", size), ("threads", threads)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number, 1 or more")
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r} is not known; backend can be {', '.join(BACKENDS)}")
-        self.size, self.backend = size, backend
+        self.size, self.backend, self.threads = size, backend, threads
         self._lock = threading.Lock()
         self._runs: set[Run] = set()
         self._closed = False
@@ -65,7 +67,7 @@ class World:
             raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0")
         kind = ThreadRun if self.backend == "threads" else ProcessRun
         try:
-            with self._admitted(kind(self.size, self.backend, program, args, timeout, progress)) as run:
+            with self._admitted(kind(self.size, self.backend, self.threads, program, args, timeout, progress)) as run:
                 return run.results()
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the run was interrupted") from None  # where it waited helps nobody

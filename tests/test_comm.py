@@ -107,6 +107,45 @@ def test_groups_along_axes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_splits_do_not_meet(backend):
+    """Two splits alike, used at once, and a split of a split."""
+
+    def program(comm):
+        one, two = comm.split(dp=2, tp=2), comm.split(dp=2, tp=2)
+        first = one.tp.all_reduce(torch.ones(3), async_op=True)
+        second = two.tp.all_reduce(2 * torch.ones(3), async_op=True)
+        assert second.wait().tolist() == [4.0] * 3 and first.wait().tolist() == [2.0] * 3
+        inner = comm.split(all=4).all.split(x=2, y=2)
+        mine = torch.tensor([10.0**comm.rank])
+        return inner.x.all_reduce(mine).item(), inner.y.all_reduce(mine).item(), one.dp.split(a=2).a.size
+
+    assert World(4, backend).run(program, timeout=30) == [(101, 11, 2), (1010, 11, 2), (101, 1100, 2), (1010, 1100, 2)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_split_inside_one_group_alone(backend):
+    def program(comm):
+        mesh = comm.split(dp=2, tp=2)
+        if mesh.dp.rank == 0:  # the other group has no part in it
+            pair = mesh.tp.split(a=1, b=2).b
+            return pair.all_reduce(torch.tensor(float(comm.rank))).item()
+
+    assert World(4, backend).run(program, timeout=30) == [1, 1, None, None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_may_share_the_input_s_memory(backend):
+    def program(comm):
+        a = torch.arange(4.0).view(2, 2) + comm.rank
+        expected = (2 * torch.arange(4.0).view(2, 2) + 1).t().clone()
+        assert torch.equal(comm.all_reduce(a.t(), out=a), expected) and torch.equal(a, expected)
+        b = torch.arange(4.0).view(2, 2)
+        assert torch.equal(comm.broadcast(b.t(), out=b), torch.tensor([[0.0, 2.0], [1.0, 3.0]]))
+
+    World(2, backend).run(program, timeout=30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_bytes_as_the_ring_counts_them(backend):
     def program(comm):
         x = torch.zeros(8)

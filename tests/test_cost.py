@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
+from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.calibrate import BUS_FACTOR, fit, measure_messages
 from pcourse.cost.communication import communication
 from pcourse.parallel.ring import ring_all_reduce
@@ -84,5 +84,5 @@ def test_messages_are_timed(operation):
 
 
 def test_an_unknown_operation_is_refused():
-    with pytest.raises(ValueError, match="it can be all_reduce, reduce_scatter"):
+    with pytest.raises(ConfigError, match="it can be all_reduce, reduce_scatter"):
         measure_messages("gossip")

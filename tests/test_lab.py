@@ -1,6 +1,7 @@
 """The notebook side without a browser: pictures, predictions, the panel over a pretended run, checks."""
 
 import asyncio
+import io
 import os
 import subprocess
 import sys
@@ -8,7 +9,10 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from PIL import Image
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.lab import (
@@ -17,26 +21,30 @@ from pcourse.lab import (
     Messages,
     NotSolvedYet,
     Panel,
-    Picture,
     Predict,
     Scoreboard,
     check,
+    plots,
+)
+from pcourse.lab import panel as panels
+from pcourse.lab.draw.ring import ring_states
+from pcourse.lab.experiments import changed
+from pcourse.lab.front_end import PredictFirst, front_end
+from pcourse.lab.picture import DPI, stacked
+from pcourse.lab.plots import (
+    Picture,
     communication,
     layer_communication,
     ledger,
-    plots,
     ring,
     split_matrix,
     timeline,
     tradeoff,
 )
-from pcourse.lab import panel as panels
-from pcourse.lab.draw.ring import ring_send, ring_states
-from pcourse.lab.experiments import changed
-from pcourse.lab.front_end import PredictFirst, front_end
-from pcourse.lab.picture import DPI, bytes_text, number_text, seconds_text, stacked
 from pcourse.lab.predict import parse_number, verdict_text
 from pcourse.report import CommunicationRow, MemoryLedger, RankReport, Report, Span
+from pcourse.split import ring_chunk
+from pcourse.wording import bytes_text, number_text, seconds_text
 from pcourse.world import RankError, RunCancelled
 
 MIB = 2**20
@@ -193,8 +201,8 @@ def test_a_ring_ends_with_every_sum_complete(n):
     assert_drawn(ring(n, step=n - 1))
     assert ring_states(n)[-1] == [[n] * n] * n
     for rank in range(n):
-        scattered = {ring_send(n, rank, step) for step in range(n - 1)}
-        gathered = {ring_send(n, rank, step) for step in range(n - 1, 2 * n - 2)}
+        scattered = {ring_chunk(n, rank, step) for step in range(n - 1)}
+        gathered = {ring_chunk(n, rank, step) for step in range(n - 1, 2 * n - 2)}
         # Comm counts wire bytes by this: all but the own shard, then all but the next rank's.
         assert scattered == set(range(n)) - {rank} and gathered == set(range(n)) - {(rank + 1) % n}
 
@@ -205,6 +213,18 @@ def test_a_ring_ends_with_every_sum_complete(n):
 def test_what_cannot_be_drawn_says_what_can(wrong):
     with pytest.raises(ValueError, match="can be|must be"):
         wrong()
+
+
+@pytest.mark.parametrize("draw", [timeline, ledger, lambda report: layer_communication(report.parallel.tp)])
+def test_type_that_was_written_before_stands_where_matplotlib_would_write_it(draw):
+    picture = draw(a_report())
+    canvas = FigureCanvasAgg(picture.figure)
+    picture.figure.set_dpi(DPI)
+    canvas.draw()
+    expected = np.asarray(canvas.buffer_rgba())[:, :, :3].astype(int)
+    drawn = np.asarray(Image.open(io.BytesIO(picture.drawn))).astype(int)
+    apart = {(x, y): abs(np.roll(drawn, (y, x), (0, 1)) - expected).mean() for x in (-1, 0, 1) for y in (-1, 0, 1)}
+    assert min(apart, key=apart.get) == (0, 0) and apart[0, 0] < 1.5
 
 
 def test_pictures_stack_into_one_image():
@@ -612,8 +632,11 @@ def test_messages_are_an_experiment():
     )
     cost = finished(panel)
     assert (cost.operation, cost.ranks, len(cost.times)) == ("all_reduce", 2, 2) and panel.report is cost
-    panel.start(operation="send", ranks=3)
-    assert finished(panel).operation == "send" and "send over 3" in panel._view.result.value
+    panel.start(operation="send", ranks=2)
+    assert finished(panel).operation == "send" and "send over 2" in panel._view.result.value
+    panel.start(ranks=3)
+    with pytest.raises(ConfigError, match="ranks can be 2"):
+        finished(panel)
     with pytest.raises(ValueError, match="it can be operation, ranks"):
         Panel(experiment=experiment, controls={"tp": [1]})
 
@@ -640,8 +663,9 @@ def test_nbclient_is_no_front_end():
     assert notebook.cells[0].outputs[0].text == "False False\n"
 
 
-def test_the_lab_loads_no_torch():
-    code = "import sys, pcourse.lab; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module, heavy", [("lab", "torch"), ("summary", "torch"), ("summary", "matplotlib")])
+def test_what_need_not_be_loaded_is_not(module, heavy):
+    code = f"import sys, pcourse.{module}; sys.exit({heavy!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.getcwd()}).returncode == 0
 
 

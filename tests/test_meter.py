@@ -84,8 +84,6 @@ def test_resized_storages_are_seen():
 
 def test_a_report_holds_the_ledger():
     report = measure(MODEL, ParallelConfig(tp=2), TrainConfig(batch=2, steps=1, warmup=0), World(2, "threads"))
-    for rank in report.ranks:
-        m = rank.memory
-        assert (
-            m.peak == sum(m.at_peak.values()) <= m.parameters + m.gradients + m.optimizer + m.activations + m.temporary
-        )
+    assert [rank.memory for rank in report.ranks] == ledger(parallel=ParallelConfig(tp=2))
+    for rank in report.ranks:  # activations are largest when backward begins, and the sum with them
+        assert rank.memory.at_peak["activations"] > 0.8 * rank.memory.activations

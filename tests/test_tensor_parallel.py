@@ -41,7 +41,7 @@ def test_parity_in_float32(tp):
     assert proof.worst < 2e-5, proof
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_parity_on_processes(tp):
     model = replace(TINY, dropout=0.2)
     assert (proof := prove(model, ParallelConfig(tp=tp), world=World(tp, "gloo"))).holds, proof

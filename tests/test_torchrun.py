@@ -9,7 +9,9 @@ import sys
 SIZES = ["--layers=1", "--hidden=32", "--heads=4", "--sequence=16", "--batch=2", "--steps=2", "--warmup=0"]
 
 
-def agents(nodes: int, ranks: int, *arguments: str) -> list[subprocess.CompletedProcess]:
+def agents(
+    nodes: int, ranks: int, *arguments: str, program=("-m", "pcourse", "run")
+) -> list[subprocess.CompletedProcess]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -18,7 +20,7 @@ def agents(nodes: int, ranks: int, *arguments: str) -> list[subprocess.Completed
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [*base, f"--node-rank={node}", "-m", "pcourse", "run", *SIZES, *arguments],
+            [*base, f"--node-rank={node}", *program, *SIZES, *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -43,6 +45,24 @@ def test_two_machines_of_one_rank():
     assert second.stdout == ""
     assert len(report["ranks"]) == 2 and report["provenance"] == "measured"
     assert report["ranks"][1]["communication"][-1]["axis"] == "tp"
+
+
+def test_clocks_of_several_machines_are_aligned(tmp_path):
+    """The second machine's clock is an hour ahead; its times must still fit the first's."""
+    late = tmp_path / "late.py"
+    late.write_text(
+        "import os, sys, time\n"
+        "clock, ahead = time.perf_counter, 3600.0 * int(os.environ['GROUP_RANK'])\n"
+        "time.perf_counter = lambda: clock() + ahead\n"
+        "from pcourse.cli import main\n"
+        "sys.exit(main(['run', *sys.argv[1:]]))\n"
+    )
+    first, second = agents(2, 1, "--tp=2", "--json", program=(str(late),))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    report = json.loads(first.stdout)
+    assert report["step_seconds"] < 60 and "aligned to within" in report["notes"][0]
+    for rank in report["ranks"]:
+        assert all(-0.01 < span["start"] <= span["end"] < 60 for span in rank["spans"])
 
 
 def test_ranks_that_do_not_fit_are_refused():

@@ -88,7 +88,7 @@ else:
     raise AssertionError("rank 1 should have failed")
 
 # %% [markdown]
-# The stop button ends a run as well, and so does closing the notebook: no rank stays behind.
+# The stop button ends a run as well, and so does shutting down the notebook's kernel: no rank stays behind.
 
 # %% [markdown]
 # ## Three kinds of number
@@ -165,7 +165,7 @@ for kind, taken in seconds.items():
 #
 # - A panel shows *"model not found"* after you reopen a saved notebook: run its cell again.
 # - Only one run measures at a time on a machine, so that numbers stay clean. In a workshop a second one waits, and says so.
-# - Each rank uses one thread. So two ranks on two cores do not get in each other's way.
+# - Each rank computes with one thread (`World(2, threads=4)` gives it more). So two ranks on two cores do not get in each other's way.
 # - Nothing is downloaded, and ranks talk over this machine's own loopback only.
 #
 # **Next**: [02 · Talking between ranks](02_talking_between_ranks.ipynb), then

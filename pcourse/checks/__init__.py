@@ -2,13 +2,12 @@
 
 A check knows more than the right value. It knows what the usual faults produce, and so it can name the one it meets:
 a mean instead of a sum, a bias that is in the sum once for every rank. Here is what all checks share: ranks that are
-threads of the notebook's own process, a deadlock told in words, and a number told as a count of contributions.
+threads of the notebook's own process, failures told in one line, and a number told as a count of contributions.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from collections.abc import Sequence
 from fractions import Fraction
@@ -18,11 +17,11 @@ import torch
 
 from pcourse.comm import Call, Comm
 from pcourse.lab.check import CheckFailed
-from pcourse.split import shard_sizes
-from pcourse.world import RankError, RunCancelled, RunTimeout, World
+from pcourse.launch.threads import Deadlock
+from pcourse.split import ring_wire
+from pcourse.world import RankError, RunTimeout, World
 
-TIMEOUT = 30.0  # seconds; what a check runs takes milliseconds, and a deadlock is seen at once: this ends a loop
-TICK = 0.1  # seconds between two looks at where the ranks wait
+TIMEOUT = 30.0  # seconds; what a check runs takes milliseconds, and a deadlock is known at once: this ends a loop
 ITEM = 8  # bytes of a float64, in which the checks count
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) for path in (os.path.dirname(__file__), torch.__file__))
@@ -34,34 +33,30 @@ def on_ranks(case: str, size: int, program, *args) -> list:
     Raises CheckFailed, led by `case`, where a rank raises, where the ranks wait for each other for ever, and where a
     handle was never waited for. NotImplementedError passes as it is: that is an exercise not solved yet.
     """
-    watches = [_Watch() for _ in range(size)]
+    unwaited: list[list[Call]] = [[] for _ in range(size)]
 
     def watched(comm: Comm):
-        watch = watches[comm.rank]
-        watch.over(comm)
-        result = program(comm, *args)
-        watch.returned = True
-        return result
+        for name in ("isend", "irecv"):
+            setattr(comm, name, _noting(comm, getattr(comm, name), unwaited[comm.rank]))
+        return program(comm, *args)
 
-    world, ended = World(size, backend="threads"), threading.Event()
-    threading.Thread(target=_end_if_stuck, args=(world, watches, ended), name="pcourse-deadlock", daemon=True).start()
     try:
-        results = world.run(watched, timeout=TIMEOUT)
-    except (RunTimeout, RunCancelled):
-        raise CheckFailed(f"{case}: {_stuck(watches)}") from None
+        results = World(size, backend="threads").run(watched, timeout=TIMEOUT)
+    except Deadlock as stuck:
+        raise CheckFailed(f"{case}: {stuck.words}") from None
+    except RunTimeout as late:
+        raise CheckFailed(f"{case}: {str(late).splitlines()[0]}: is there a loop without an end?") from None
     except RankError as error:
         cause = error.__cause__
         if isinstance(cause, (NotImplementedError, CheckFailed)):
             raise cause from None
         raise CheckFailed(f"{case}: {_raised(error, cause)}") from cause
-    finally:
-        ended.set()
-    for rank, watch in enumerate(watches):
-        if watch.unwaited:
+    for rank, calls in enumerate(unwaited):
+        if calls:
             rule = "until wait() returns, a message may not have arrived and a buffer that is sent may not change"
             raise CheckFailed(
-                f"{case}: rank {rank} never calls wait() on {len(watch.unwaited)} of its handles, "
-                f"the first from {_words(watch.unwaited[0])}: {rule}"
+                f"{case}: rank {rank} never calls wait() on {len(calls)} of its handles, "
+                f"the first from {_words(calls[0])}: {rule}"
             )
     return results
 
@@ -89,10 +84,9 @@ def calls_of(comm: Comm) -> list[Call]:
     return comm.recorder.take()[0]
 
 
-def wire_of(elements: int, size: int, rank: int) -> int:
-    """The bytes that `rank` sends in an all-reduce of so many float64 elements."""
-    sizes = shard_sizes(elements, size)
-    return ITEM * (2 * elements - sizes[rank] - sizes[(rank + 1) % size])
+def wire_of(operation: str, elements: int, size: int, rank: int) -> int:
+    """The bytes that `rank` sends when `operation` runs on so many float64 elements."""
+    return ITEM * ring_wire(operation, elements, size, rank)
 
 
 def require(condition, case: str, words: str) -> None:
@@ -154,95 +148,27 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-# --- what a rank did, and where it waits ---------------------------------------------------------------------------
+def _noting(comm: Comm, post, unwaited: list[Call]):
+    """`post`, which is isend or irecv; its calls stand in `unwaited` until their handles are waited for."""
 
+    def posting(*args, **options):
+        handle = post(*args, **options)
+        call, wait = comm.recorder.calls[-1], handle.wait
+        unwaited.append(call)
 
-class _Watch:
-    """What one rank has posted and not waited for, and which call it is in."""
+        def waiting():
+            unwaited[:] = [other for other in unwaited if other is not call]
+            return wait()
 
-    def __init__(self):
-        self.recorder, self.returned = None, False
-        self.unwaited: list[Call] = []
+        handle.wait = waiting
+        return handle
 
-    def over(self, comm: Comm) -> None:
-        self.recorder = comm.recorder
-        for name in ("isend", "irecv"):
-            setattr(comm, name, self._posting(getattr(comm, name)))
-
-    def _posting(self, post):
-        def posting(*args, **options):
-            handle = post(*args, **options)
-            call, wait = self.recorder.calls[-1], handle.wait
-            self.unwaited.append(call)
-
-            def waiting():
-                if call in self.unwaited:
-                    self.unwaited.remove(call)
-                return wait()
-
-            handle.wait = waiting
-            return handle
-
-        return posting
-
-    def open_call(self) -> Call | None:
-        """The call in which the rank stands: a blocking one that has not returned, or a wait() that has not."""
-        for call in self.recorder.calls if self.recorder else ():
-            if call.left == 0.0 or (call.wait_entered is not None and call.wait_left is None):
-                return call
-        return None
-
-
-def _end_if_stuck(world: World, watches: list[_Watch], ended: threading.Event) -> None:
-    """Cancel the run once no rank can ever move again.
-
-    That is certain, however slow the machine: at two looks all ranks stood in the same calls, so that none posted
-    anything in between, and not one of these calls had been joined by all of its ranks.
-    """
-    before = None
-    while not ended.wait(TICK):
-        waiting = {rank: watch.open_call() for rank, watch in enumerate(watches) if not watch.returned}
-        held = bool(waiting) and all(call and not _complete(call, watches) for call in waiting.values())
-        now = {rank: id(call) for rank, call in waiting.items()} if held else None
-        if now and now == before:
-            world.cancel()
-            return
-        before = now
-
-
-def _complete(call: Call, watches: list[_Watch]) -> bool:
-    """Whether every rank that takes part in `call` has made its own: the members' calls have one key."""
-    return all(any(call.key == other.key for other in watches[rank].recorder.calls) for rank in call.key[1])
+    return posting
 
 
 def _words(call: Call) -> str:
-    if call.operation not in ("send", "recv"):
-        return call.operation
     source, destination = call.key[1]
     return f"send to rank {destination}" if call.operation == "send" else f"recv from rank {source}"
-
-
-def _stuck(watches: list[_Watch]) -> str:
-    waiting = {rank: call for rank, watch in enumerate(watches) if (call := watch.open_call())}
-    if not waiting:
-        return f"no end after {TIMEOUT:g} s, and no rank waits in a call: is there a loop without an end?"
-    doing = ", ".join(
-        f"rank {rank} waits in {_words(waiting[rank])}" if rank in waiting
-        else f"rank {rank} has {'returned' if watch.returned else 'made no call that waits'}"
-        for rank, watch in enumerate(watches)
-    )  # fmt: skip
-    return f"deadlock: {doing}. {_why_stuck(waiting)}"
-
-
-def _why_stuck(waiting: dict[int, Call]) -> str:
-    if all(call.operation == "send" for call in waiting.values()):
-        rule = "a send returns only when its message has been received, and nobody has posted a receive"
-        return f"Both ends send first: {rule}. Post the send with isend, then receive, then wait()"
-    rank, call = next(item for item in waiting.items() if item[1].operation != "send")
-    if call.operation == "recv":
-        source = call.key[1][0]
-        return f"Nobody sends what rank {rank} waits for: rank {source} has no send to rank {rank} under way"
-    return f"{call.operation} ends only when every rank of the group calls it"
 
 
 def _raised(error: RankError, cause: BaseException | None) -> str:

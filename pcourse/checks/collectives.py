@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pcourse.checks import ITEM, calls_of, close, fail, many, on_ranks, random, ranks, require, shares, times
+from pcourse.checks import ITEM, calls_of, close, fail, many, on_ranks, random, ranks, require, shares, times, wire_of
 from pcourse.comm import Call, Comm
 from pcourse.lab.check import Scoreboard, check
 from pcourse.meter import MemoryMeter
@@ -63,7 +63,8 @@ def ring_reduce_scatter(function):
             _require_only_messages(case, rank, calls, "ring_reduce_scatter")
             _require_summed(case, rank, chunks, _steps(calls, case.ranks - 1))
         for rank, (_, calls) in enumerate(results):
-            _require_ring(case, rank, calls, _reduce_scatter_bytes(case, rank), case.ranks - 1)
+            nbytes = wire_of("reduce_scatter", case.length, case.ranks, rank)
+            _require_ring(case, rank, calls, nbytes, case.ranks - 1)
 
 
 def _reduce_scatter_program(comm: Comm, function, case: Case):
@@ -100,7 +101,8 @@ def ring_all_gather(function):
             for c in range(case.ranks):
                 _require_gathered(case, rank, chunks, c, _steps(calls, case.ranks - 1))
         for rank, (_, calls) in enumerate(results):
-            _require_ring(case, rank, calls, _all_gather_bytes(case, rank), case.ranks - 1)
+            nbytes = wire_of("all_gather", case.length, case.ranks, rank)
+            _require_ring(case, rank, calls, nbytes, case.ranks - 1)
 
 
 def _unfinished(rank: int) -> float:
@@ -157,7 +159,7 @@ def ring_all_reduce(function):
             rule = "a collective leaves its input alone, so work on a copy"
             require(not changed, str(case), f"x itself was changed in place on rank {rank}: {rule}")
         for rank, (got, calls, _) in enumerate(results):
-            nbytes = _reduce_scatter_bytes(case, rank) + _all_gather_bytes(case, rank)
+            nbytes = wire_of("all_reduce", case.length, case.ranks, rank)
             _require_ring(case, rank, calls, nbytes, 2 * (case.ranks - 1))
             rule = "each chunk must be summed once, by one rank, and then copied"
             same = torch.equal(got, results[0][0])
@@ -264,14 +266,6 @@ def _holders(lacking: list[int], size: int) -> str:
 
 
 # --- messages and bytes --------------------------------------------------------------------------------------------
-
-
-def _reduce_scatter_bytes(case: Case, rank: int) -> int:
-    return ITEM * (case.length - shard_sizes(case.length, case.ranks)[rank])
-
-
-def _all_gather_bytes(case: Case, rank: int) -> int:
-    return ITEM * (case.length - shard_sizes(case.length, case.ranks)[(rank + 1) % case.ranks])
 
 
 def _sends(calls: list[Call]) -> list[Call]:

@@ -351,7 +351,8 @@ def _scoreboard(function) -> Scoreboard:
     calls, wire, memory = (max(column) for column in zip(*costs, strict=True))
     board = Scoreboard(f"cross-entropy: {case}", "counted on ranks that are threads of this process")
     board.add("calls, forward and backward", calls, 2)
-    board.add("bytes sent by each rank, 3 numbers a token", wire, 3 * wire_of(case.tokens, case.ranks, 0), unit="bytes")
+    one = wire_of("all_reduce", case.tokens, case.ranks, 0)
+    board.add("bytes sent by each rank, 3 numbers a token", wire, 3 * one, unit="bytes")
     shard = case.tokens * case.sizes[0] * ITEM
     board.add("most memory in forward, 1.25 times the shard", memory, 5 * shard // 4, unit="bytes")
     return board

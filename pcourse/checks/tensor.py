@@ -159,7 +159,7 @@ def _require_one_all_reduce(case: str, rank: int, size: int, calls, elements: in
     if any(call.operation == "all_gather" for call in calls):
         words += ": gathered to be added, S bytes cost S(tp - 1) from each rank, and all-reduced 2S(tp - 1)/tp"
     require([call.operation for call in calls] == due, case, words)
-    wire, needed = sum(call.wire for call in calls), wire_of(elements, size, rank)
+    wire, needed = sum(call.wire for call in calls), wire_of("all_reduce", elements, size, rank)
     require(wire == needed, case, f"{when} on rank {rank} sends {wire} bytes, and the all-reduce {what} needs {needed}")
 
 
@@ -340,7 +340,8 @@ def _mlp_scoreboard(function) -> Scoreboard:
     calls, wire = (max(column) for column in zip(*costs, strict=True))
     board = Scoreboard(f"column + row: {case}", "counted on ranks that are threads of this process")
     board.add("all-reduces, forward and backward", calls, 2)
-    board.add("bytes sent by each rank, 4S(tp - 1)/tp", wire, 2 * wire_of(case.elements, case.ranks, 0), unit="bytes")
+    one = wire_of("all_reduce", case.elements, case.ranks, 0)
+    board.add("bytes sent by each rank, 4S(tp - 1)/tp", wire, 2 * one, unit="bytes")
     return board
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pcourse.config import ConfigError
 from pcourse.world import World
 
 # Bus bandwidth is algorithm bandwidth (S / t) times this: what a link carries, whatever the number of ranks
@@ -66,8 +67,11 @@ class MessageCost:
 def fit(sizes, seconds) -> Line:
     """The line with the least squared *relative* error, so that small messages count as much as large ones."""
     s, t = np.asarray(sizes, float), np.asarray(seconds, float)
-    (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / t, s / t], 1), np.ones_like(t), rcond=None)
-    latency, per_byte = max(latency, 0.0), max(per_byte, 1e-15)
+    ones = np.ones_like(t)
+    (latency, per_byte), *_ = np.linalg.lstsq(np.stack([1 / t, s / t], 1), ones, rcond=None)
+    if latency < 0:  # the best line that no message undercuts goes through the origin
+        latency, per_byte = 0.0, (s / t).sum() / (s / t).dot(s / t)
+    per_byte = max(per_byte, 1e-15)
     worst = float(np.max(np.abs(latency + per_byte * s - t) / t))
     return Line(float(latency), float(1 / per_byte), worst)
 
@@ -82,13 +86,17 @@ def measure_messages(
     progress=None,
     timeout: float = 120,
 ) -> MessageCost:
-    """Time `operation` over `ranks` ranks for messages of `sizes` bytes (the full tensor), the slowest rank counting.
+    """Time `operation` over `ranks` ranks for messages of `sizes` bytes (the full tensor).
 
-    Raises ValueError for an operation that has no bus factor.
+    A message's time is from the last rank's entry to the last rank's end: waiting for a late rank is not its cost.
+    Raises ConfigError for an operation that has no bus factor, and for a send among more than two ranks.
     """
     if operation not in BUS_FACTOR:
-        raise ValueError(f"operation={operation!r} is not timed here; it can be {', '.join(BUS_FACTOR)}")
+        raise ConfigError(f"operation={operation!r} is not timed here; it can be {', '.join(BUS_FACTOR)}")
     world = world or World(ranks)
+    ranks = world.size
+    if operation == "send" and ranks != 2:
+        raise ConfigError(f"a send is from one rank to one other, not among {ranks}; ranks can be 2")
     with world.take_turns(print):
         results = world.run(_time_messages, operation, sizes, repetitions, timeout=timeout, progress=progress)
     times, device = results[0]
@@ -108,10 +116,11 @@ def _time_messages(comm, operation, sizes, repetitions):
             comm.barrier()
             start = comm.clock.now()
             _once(comm, operation, x)
-            seconds = comm.clock.seconds(comm.clock.now()) - comm.clock.seconds(start)
-            slowest = comm.all_reduce(torch.tensor([seconds], dtype=torch.float64, device=comm.device), "max").item()
+            stamps = [comm.clock.seconds(start), comm.clock.seconds(comm.clock.now())]
+            stamps = torch.tensor(stamps, dtype=torch.float64, device=comm.device)
+            entered, ended = comm.all_reduce(stamps, "max").tolist()
             if i >= 2:
-                taken.append(slowest)
+                taken.append(ended - entered)
         times.append(taken)
         if comm.rank == 0:
             comm.progress(done, len(sizes))
@@ -120,10 +129,7 @@ def _time_messages(comm, operation, sizes, repetitions):
 
 def _once(comm, operation, x):
     if operation == "send":
-        if comm.rank == 0:
-            comm.send(x, 1)
-        elif comm.rank == 1:
-            comm.recv(x, 0)
+        comm.recv(x, 0) if comm.rank else comm.send(x, 1)
     elif operation == "all_gather":
         comm.all_gather(x[: len(x) // comm.size], sizes=[len(x) // comm.size] * comm.size)
     elif operation == "all_reduce":

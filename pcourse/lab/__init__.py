@@ -3,26 +3,15 @@
 `Predict` and `Choose` lock an answer, `Panel` runs and shows, `plots` draws, `check` frames exercises. No torch here.
 """
 
+from pcourse.lab import plots
 from pcourse.lab.check import CheckFailed, NotSolvedYet, Scoreboard, check
 from pcourse.lab.experiments import Messages
 from pcourse.lab.panel import Panel
-from pcourse.lab.plots import (
-    Picture,
-    bytes_text,
-    communication,
-    layer_communication,
-    ledger,
-    ring,
-    seconds_text,
-    split_matrix,
-    timeline,
-    tradeoff,
-)
 from pcourse.lab.predict import Choose, Predict
 from pcourse.lab.source import show_source
+from pcourse.wording import bytes_text, seconds_text
 
 __all__ = [
-    "CheckFailed", "Choose", "Messages", "NotSolvedYet", "Panel", "Picture", "Predict", "Scoreboard", "bytes_text",
-    "check", "communication", "layer_communication", "ledger", "ring", "seconds_text", "show_source", "split_matrix",
-    "timeline", "tradeoff",
+    "CheckFailed", "Choose", "Messages", "NotSolvedYet", "Panel", "Predict", "Scoreboard", "bytes_text", "check",
+    "plots", "seconds_text", "show_source",
 ]  # fmt: skip

@@ -10,8 +10,6 @@ from pcourse.lab.check import Friendly
 class PredictFirst(Friendly):
     """What follows is closed until the prediction above it is locked."""
 
-    colour = "\x1b[34m"
-
 
 def front_end() -> bool:
     """Whether a person looks on: JupyterLab and VS Code name the cell in what they send, nbclient and nbval do not.

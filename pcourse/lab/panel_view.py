@@ -13,12 +13,8 @@ from collections.abc import Mapping, Sequence
 import ipywidgets as W
 
 from pcourse.lab.keys import keep_keys
+from pcourse.lab.palette import CSS_BAD, CSS_INK, CSS_LINE, CSS_MUTED, CSS_PAPER
 
-INK1 = "var(--jp-content-font-color1, #1F2328)"
-INK2 = "var(--jp-content-font-color2, #59636E)"
-PAPER = "var(--jp-layout-color1, #FFFFFF)"
-EDGE = "var(--jp-border-color1, #C4CCD4)"
-ERROR = "var(--jp-error-color1, #B04A00)"
 FIRST_HEIGHT = 260  # pixels that are kept free before the first result comes
 
 
@@ -40,7 +36,7 @@ class View:
         self.result = W.HTML(layout=W.Layout(min_height=f"{FIRST_HEIGHT}px", width="100%"))
         self._body, self._height = "", FIRST_HEIGHT
         wrap = {"flex_flow": "row wrap", "align_items": "center"}
-        head = f'<div style="color:{INK1};font-weight:600;font-size:15px">{html.escape(title)}</div>'
+        head = f'<div style="color:{CSS_INK};font-weight:600;font-size:15px">{html.escape(title)}</div>'
         rows = [
             *([W.HTML(head)] if title else []),
             W.HBox(list(self.controls.values()), layout=W.Layout(grid_gap="4px 18px", **wrap)),
@@ -61,7 +57,7 @@ class View:
 
     def say(self, words: str) -> None:
         """The status line."""
-        style = f"color:{INK2};font-size:13px;line-height:1.4;padding-left:6px"
+        style = f"color:{CSS_MUTED};font-size:13px;line-height:1.4;padding-left:6px"
         self.status.value = f'<div role="status" aria-live="polite" style="{style}">{html.escape(words)}</div>'
 
     def busy(self, words: str) -> None:
@@ -101,11 +97,11 @@ class View:
         """Why there is no result: over the old one, whose place it keeps."""
         details = re.sub(r"\x1b\[[0-9;]*m", "", details)
         block = (
-            f'<div role="alert" style="border:1px solid {ERROR};border-left-width:5px;border-radius:4px;'
-            f'background:{PAPER};color:{INK1};padding:8px 12px;margin:4px 0;max-width:730px">'
+            f'<div role="alert" style="border:1px solid {CSS_BAD};border-left-width:5px;border-radius:4px;'
+            f'background:{CSS_PAPER};color:{CSS_INK};padding:8px 12px;margin:4px 0;max-width:730px">'
             f'<div style="font-weight:600;margin-bottom:4px">{html.escape(headline)}</div>'
             '<pre style="font-family:var(--jp-code-font-family, monospace);font-size:12px;line-height:1.45;margin:0;'
-            f'white-space:pre-wrap;max-height:340px;overflow:auto;color:{INK1};background:none">{html.escape(details)}</pre></div>'
+            f'white-space:pre-wrap;max-height:340px;overflow:auto;color:{CSS_INK};background:none">{html.escape(details)}</pre></div>'
         )
         self._show(over=block)
 
@@ -113,7 +109,7 @@ class View:
         """Nothing to show yet, and why."""
         self.result.value = (
             f'<div style="display:flex;align-items:center;justify-content:center;min-height:{FIRST_HEIGHT - 20}px;'
-            f"max-width:730px;border:1px dashed {EDGE};border-radius:6px;color:{INK2};font-size:14px;"
+            f"max-width:730px;border:1px dashed {CSS_LINE};border-radius:6px;color:{CSS_MUTED};font-size:14px;"
             f'padding:0 24px;text-align:center">{html.escape(words)}</div>'
         )
 
@@ -122,7 +118,7 @@ class View:
         if mark:
             over = (
                 '<div style="max-width:730px;text-align:right">'
-                f'<div style="display:inline-block;background:{PAPER};color:{INK1};border:1px solid {EDGE};'
+                f'<div style="display:inline-block;background:{CSS_PAPER};color:{CSS_INK};border:1px solid {CSS_LINE};'
                 f'border-radius:4px;padding:2px 10px;font-size:12px">{html.escape(mark)}</div></div>'
             )
         if not over:

@@ -11,9 +11,9 @@ from pcourse.lab.draw.product import split_matrix
 from pcourse.lab.draw.ring import ring
 from pcourse.lab.draw.timeline import timeline
 from pcourse.lab.draw.tradeoff import tradeoff
-from pcourse.lab.picture import Picture, bytes_text, configuration_text, number_text, seconds_text
+from pcourse.lab.picture import Picture
 
 __all__ = [
-    "Picture", "bytes_text", "communication", "configuration_text", "difference_text", "layer_communication", "ledger",
-    "number_text", "ring", "seconds_text", "split_matrix", "timeline", "tradeoff",
+    "Picture", "communication", "difference_text", "layer_communication", "ledger", "ring", "split_matrix", "timeline",
+    "tradeoff",
 ]  # fmt: skip

@@ -19,11 +19,8 @@ from IPython.display import display
 
 from pcourse.lab.front_end import PredictFirst, front_end
 from pcourse.lab.keys import keep_keys
-from pcourse.lab.picture import bytes_text, number_text, seconds_text, sources_text
-
-INK1 = "var(--jp-content-font-color1, #1F2328)"
-INK2 = "var(--jp-content-font-color2, #59636E)"
-ERROR = "var(--jp-error-color1, #B04A00)"
+from pcourse.lab.palette import CSS_BAD, CSS_INK, CSS_MUTED, GREEN, ORANGE
+from pcourse.wording import bytes_text, number_text, seconds_text, sources_text
 
 # The value of a text field reaches the kernel in a message of its own, perhaps in another thread than the click's.
 SETTLE = 0.2  # seconds
@@ -76,10 +73,10 @@ class _Commitment:
         layout = W.Layout(align_items=self.align, flex_flow=self.flow)
         row = W.Box([*self._beside(), self._button], layout=layout)
         words = (
-            f'<div style="color:{INK1};font-weight:600;font-size:14px;line-height:1.5">{html.escape(question)}</div>'
+            f'<div style="color:{CSS_INK};font-weight:600;font-size:14px;line-height:1.5">{html.escape(question)}</div>'
         )
         self.widget = keep_keys(W.VBox([W.HTML(words), row, self._message], layout=W.Layout(margin="8px 0")))
-        self._say(self.hint, INK2)
+        self._say(self.hint, CSS_MUTED)
         self._lock.when_locked(self._show_locked)
 
     @property
@@ -114,13 +111,13 @@ class _Commitment:
         try:
             self.lock(self._field.value)
         except ValueError as error:  # an exception in a callback is shown nowhere
-            self._say(str(error), ERROR)
+            self._say(str(error), CSS_BAD)
 
     def _show_locked(self) -> None:
         self._show_answer()
         self._field.disabled = self._button.disabled = True
         self._button.description = "Locked"
-        self._say(f"Locked at {self._lock.at:%H:%M}: {self._words(self.value)}. It cannot be changed now.", INK2)
+        self._say(f"Locked at {self._lock.at:%H:%M}: {self._words(self.value)}. It cannot be changed now.", CSS_MUTED)
 
     def _say(self, words: str, colour: str) -> None:
         style = f"color:{colour};font-size:13px;line-height:1.5"
@@ -159,7 +156,7 @@ class Predict(_Commitment):
     def _beside(self):
         return [
             self._field,
-            W.HTML(f'<span style="color:{INK2};margin-right:8px">{html.escape(self.unit)}</span>'),
+            W.HTML(f'<span style="color:{CSS_MUTED};margin-right:8px">{html.escape(self.unit)}</span>'),
         ]
 
     def _parse(self, answer) -> float:
@@ -234,17 +231,17 @@ class Comparison:
 
     @property
     def html(self) -> str:
-        rows = [("measured", self.measured, "#009E73")]
+        rows = [("measured", self.measured, GREEN)]
         if self.guess.locked:
-            rows.insert(0, ("you said", self.guess.value, "#E69F00"))
+            rows.insert(0, ("you said", self.guess.value, ORANGE))
         longest = max(abs(value) for _, value, _ in rows) or 1
         bars = "".join(_bar(name, value, abs(value) / longest, self.guess.unit, c) for name, value, c in rows)
-        extra = f'<div style="color:{INK1}">{html.escape(self.extra)}</div>' if self.extra else ""
-        foot = f'<div style="color:{INK2};font-size:12px;font-style:italic">{html.escape(self.source)}</div>'
+        extra = f'<div style="color:{CSS_INK}">{html.escape(self.extra)}</div>' if self.extra else ""
+        foot = f'<div style="color:{CSS_MUTED};font-size:12px;font-style:italic">{html.escape(self.source)}</div>'
         return (
             '<div style="font-size:13px;line-height:1.6;margin:6px 0;max-width:730px">'
-            f'<div style="color:{INK2}">{html.escape(self.guess.question)}</div>{bars}'
-            f'<div style="color:{INK1};font-weight:600">{html.escape(self.verdict)}</div>{extra}'
+            f'<div style="color:{CSS_MUTED}">{html.escape(self.guess.question)}</div>{bars}'
+            f'<div style="color:{CSS_INK};font-weight:600">{html.escape(self.verdict)}</div>{extra}'
             f"{foot if self.source else ''}</div>"
         )
 
@@ -278,11 +275,12 @@ def verdict_text(guess: float, measured: float, unit: str = "") -> str:
 
 
 def _bar(name: str, value: float, share: float, unit: str, colour: str) -> str:
+    words = html.escape(measured_text(value, unit))
     return (
         '<div style="display:flex;align-items:center;gap:8px">'
-        f'<span style="flex:0 0 76px;color:{INK2}">{name}</span>'
+        f'<span style="flex:0 0 76px;color:{CSS_MUTED}">{name}</span>'
         f'<span style="flex:0 0 {max(0.4, 40 * share):.1f}%;height:12px;background:{colour};border-radius:2px"></span>'
-        f'<span style="color:{INK1};font-variant-numeric:tabular-nums">{html.escape(measured_text(value, unit))}</span>'
+        f'<span style="color:{CSS_INK};font-variant-numeric:tabular-nums">{words}</span>'
         "</div>"
     )
 
@@ -346,10 +344,10 @@ class Verdict:
 
         return (
             '<div style="font-size:13px;line-height:1.6;margin:6px 0;max-width:730px">'
-            + line(self.choice.question, f"color:{INK2}")
-            + line(self.verdict, f"color:{INK1};font-weight:600")
-            + line(self.because, f"color:{INK1}")
-            + line(self.source, f"color:{INK2};font-size:12px;font-style:italic")
+            + line(self.choice.question, f"color:{CSS_MUTED}")
+            + line(self.verdict, f"color:{CSS_INK};font-weight:600")
+            + line(self.because, f"color:{CSS_INK}")
+            + line(self.source, f"color:{CSS_MUTED};font-size:12px;font-style:italic")
             + "</div>"
         )
 

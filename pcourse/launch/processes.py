@@ -66,7 +66,7 @@ class ProcessRun(Run):
         reader, writer = multiprocessing.Pipe(duplex=False)
         self._pipes.append(reader)
         limit = STARTUP + self.timeout  # of one message: never the shorter, as the deadline is kept here
-        args = (files, self.size, self.backend, limit, _environment(), writer)
+        args = (files, self.size, self.backend, limit, _environment(self.threads), writer)
         process = _context().Process(target=rank_main, args=args, name=f"{RANK_NAME} {files.rank}", daemon=True)
         self._processes.append(process)
         try:
@@ -154,8 +154,8 @@ def _context():
     return context
 
 
-def _environment() -> dict[str, str]:
+def _environment(threads: int) -> dict[str, str]:
     """The fork server keeps the environment of its own start; a rank gets today's, and stays on loopback."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
-    ours = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    ours = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": str(threads)}
     return dict(os.environ) | ours

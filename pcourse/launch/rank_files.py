@@ -31,7 +31,7 @@ class RankFiles:
 
     def act(self) -> str:
         """What the rank does, or did last."""
-        return self.page.read_bytes().rstrip(b"\0").decode(errors="replace")
+        return _read(self.page).rstrip("\0")
 
     def act_writer(self):
         """The function by which the rank says what it does: memory of a file, written in a microsecond."""
@@ -45,17 +45,17 @@ class RankFiles:
 
     def stack(self) -> str:
         """The program's frames, innermost last, as far as faulthandler wrote any."""
-        main_thread = self.faults.read_text(errors="replace").rpartition("most recent call first")[2]
+        main_thread = _read(self.faults).rpartition("most recent call first")[2]
         frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', main_thread, re.MULTILINE)
         return format_frames([traceback.FrameSummary(f, int(n), name) for f, n, name in reversed(frames)])
 
     def last_output(self) -> str:
-        lines = self.output.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        lines = _read(self.output).splitlines()[-LAST_LINES:]
         return "\n".join([f"the end of what rank {self.rank} printed:", *lines]) if lines else ""
 
     def show_output(self, last: bool) -> None:
         """Print the lines that are new, in the `last` call also one that has not ended."""
-        if self._shown >= MOST_OUTPUT:
+        if self._shown >= MOST_OUTPUT or not self.output.exists():
             return
         with open(self.output, "rb") as file:
             file.seek(self._shown)
@@ -75,3 +75,11 @@ class RankFiles:
 
 def _act_bytes(words: str) -> bytes:
     return words.encode()[:ACT_BYTES].ljust(ACT_BYTES, b"\0")
+
+
+def _read(path: Path) -> str:
+    """Empty where somebody has cleaned up the temporary folder: the error that follows must still be told."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -49,7 +49,7 @@ def _run_program(files: RankFiles, size: int, backend: str, timeout: float, tell
     try:
         import torch
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         from pcourse.comm import process_comm
 
         with open(files.program, "rb") as file:

@@ -21,8 +21,9 @@ STUCK = 30.0  # the same when every rank waits: a very large transfer looks like
 class Run(abc.ABC):
     """The subclasses know how ranks are started, heard and ended."""
 
-    def __init__(self, size, backend, program, args, timeout, progress):
-        self.size, self.backend, self.program, self.args, self.timeout = size, backend, program, args, timeout
+    def __init__(self, size, backend, threads, program, args, timeout, progress):
+        self.size, self.backend, self.threads = size, backend, threads
+        self.program, self.args, self.timeout = program, args, timeout
         self.progress = progress or (lambda step, of, **info: None)
         self.cancelled = False
         self.ready: set[int] = set()

@@ -25,10 +25,13 @@ class TorchrunWorld:
         import torch
         import torch.distributed as dist
 
+        from pcourse.clock import align_clocks
         from pcourse.comm import torchrun_comm
 
         torch.set_num_threads(1)
         comm = torchrun_comm(timeout=timeout, progress=progress)
+        if self.machines > 1:
+            align_clocks(comm)
         results = [None] * self.size
         dist.all_gather_object(results, program(comm, *args))
         comm.barrier()  # a rank that leaves early would cut the others off

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from pcourse.comm import Comm
-from pcourse.split import shard_sizes
+from pcourse.split import ring_chunk, shard_sizes
 
 
 def ring_all_reduce(comm: Comm, x: torch.Tensor, watch=lambda step, chunks: None) -> torch.Tensor:
@@ -19,13 +19,13 @@ def ring_all_reduce(comm: Comm, x: torch.Tensor, watch=lambda step, chunks: None
     chunks = list(result.view(-1).split(shard_sizes(x.numel(), n)))
     watch(0, chunks)
     for step in range(n - 1):  # reduce-scatter: what arrives is added, chunk r ends complete on rank r
-        sent, received = (comm.rank - step - 1) % n, (comm.rank - step - 2) % n
+        sent, received = ring_chunk(n, comm.rank, step), ring_chunk(n, left, step)
         chunks[received] += _shift(comm, chunks[sent], torch.empty_like(chunks[received]), right, left)
         watch(step + 1, chunks)
-    for step in range(n - 1):  # all-gather: what arrives is complete, and replaces
-        sent, received = (comm.rank - step) % n, (comm.rank - step - 1) % n
+    for step in range(n - 1, 2 * n - 2):  # all-gather: what arrives is complete, and replaces
+        sent, received = ring_chunk(n, comm.rank, step), ring_chunk(n, left, step)
         _shift(comm, chunks[sent], chunks[received], right, left)
-        watch(n + step, chunks)
+        watch(step + 1, chunks)
     return result
 
 

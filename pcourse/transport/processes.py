@@ -60,13 +60,11 @@ class TorchTransport:
         return cls(dist.group.WORLD, rank, tuple(range(size)), device, backend)
 
     def subgroup(self, groups: list[list[int]], name: str) -> TorchTransport:
-        mine = None
-        for ranks in groups:  # torch.distributed wants every rank to create every group, in one order
-            members = tuple(self.members[r] for r in ranks)
-            group = dist.new_group(list(members)) if len(members) > 1 else None
-            if self.rank in ranks:
-                mine = TorchTransport(group, ranks.index(self.rank), members, self.device, self.backend)
-        return mine
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        members = tuple(self.members[r] for r in ranks)
+        # Only its members create a group: the ranks outside may be in another split, or in none.
+        group = dist.new_group(list(members), use_local_synchronization=True) if len(members) > 1 else None
+        return TorchTransport(group, ranks.index(self.rank), members, self.device, self.backend)
 
     def all_reduce(self, x, op):
         return self._start(lambda outs, ins: dist.all_reduce(outs[0], _OPS[op], self.group, async_op=True), [x], [x])
@@ -150,7 +148,8 @@ class TorchTransport:
         if self.size == 1:
             return lambda: [out.copy_(x) for out, x in zip(outs, ins, strict=True) if out is not x]
         staged = self.device.type == "cuda" and self.backend == "gloo"
-        lent = {id(t): t.cpu() if staged else t.detach() for t in (*outs, *ins)}
+        lent = {id(t): torch.empty_like(t, device="cpu") if staged else t.detach() for t in outs}
+        lent |= {id(t): t.cpu() if staged else t.detach() for t in ins}
         released = [weakref.ref(t) for t in lent.values()]
         try:
             work = call([lent[id(t)] for t in outs], [lent[id(t)] for t in ins])

@@ -1,6 +1,6 @@
 """Our tensor parallelism beside DTensor's: one training step, tp=2, timed in turn within one run.
 
-    python tests/benchmarks/tensor_parallel.py [--pairs 20] [--ranks 2]
+    python tests/benchmarks/tensor_parallel.py [--pairs 30] [--ranks 2]
 
 Both start from the same weights, see the same tokens, and take a whole step: forward, backward, AdamW. Their first
 losses are compared: later ones drift apart, as AdamW makes much of a last bit.
@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 
 from pcourse.config import ModelConfig, TrainConfig
-from pcourse.native.paired import HEADER, interleave, ratio
+from pcourse.native.beside import beside
+from pcourse.native.paired import HEADER
 from pcourse.world import World
 
 SIZES = (
@@ -24,49 +25,18 @@ SIZES = (
 )
 
 
-def compare(comm, model: ModelConfig, train: TrainConfig, pairs: int):
-    import torch
-
-    from pcourse.data import batch
-    from pcourse.model import build
-    from pcourse.native.tensor import dtensor_loss, dtensor_parallel
-    from pcourse.parallel.tensor import tensor_parallel
-
-    tokens, targets = batch(model, train, 0, device=comm.device)
-    our_model = tensor_parallel(build(model, device=comm.device), comm)
-    their_model = dtensor_parallel(build(model, device=comm.device), comm)
-    our_adam = torch.optim.AdamW(our_model.parameters(), lr=1e-3)
-    their_adam = torch.optim.AdamW(their_model.parameters(), lr=1e-3)
-    first = {}
-
-    def ours():
-        loss = our_model.loss(tokens, targets) / targets.numel()
-        loss.backward()
-        our_adam.step()
-        our_adam.zero_grad()
-        first.setdefault("ours", loss.item())
-
-    def theirs():
-        first.setdefault("theirs", dtensor_loss(their_model, tokens, targets).item())
-        their_adam.step()
-        their_adam.zero_grad()
-
-    times = interleave(comm, ours, theirs, pairs)
-    return times, abs(first["ours"] - first["theirs"]), comm.describe()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps per size [30]")
+    parser.add_argument("--ranks", type=int, default=2, help="tp, which must divide the sizes' heads [2]")
     options = parser.parse_args()
     world = World(options.ranks)
-    print(f"{'size':<8} {'L':>2} {'h':>4} {'s':>4} {'b':>2} {HEADER}  loss difference")
+    print(f"{'size':<8} {'L':>2} {'h':>4} {'s':>4} {'b':>2} {HEADER}  first losses differ by  cause")
     for name, model, batch in SIZES:
-        times, difference, device = world.run(compare, model, TrainConfig(batch=batch), options.pairs, timeout=600)[0]
+        result = world.run(beside, model, TrainConfig(batch=batch), options.pairs, timeout=600)[0]
         sizes = f"{name:<8} {model.layers:>2} {model.hidden:>4} {model.sequence:>4} {batch:>2}"
-        print(f"{sizes} {ratio(times)}  {difference:.1e}", flush=True)
-    print(f"one training step (forward, backward, AdamW), tp={options.ranks}, measured on {device}")
+        print(f"{sizes} {result.ratio}  {result.loss_difference:>22.1e}  {result.cause}", flush=True)
+    print(f"one training step (forward, backward, AdamW), tp={options.ranks}, measured on {result.device}")
 
 
 if __name__ == "__main__":

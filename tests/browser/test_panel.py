@@ -9,7 +9,8 @@ import pytest
 CELLS = [
     """
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
-from pcourse.lab import Panel, Predict, communication, timeline
+from pcourse.lab import Panel, Predict
+from pcourse.lab.plots import communication, timeline
 
 guess = Predict("How many all-reduces does a layer need at tp = 2?", "all-reduces")
 guess

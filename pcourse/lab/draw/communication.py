@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from pcourse.lab.picture import Cell, Picture, bytes_text, configuration_text, number_text, operation_text, table
+from pcourse.lab.picture import Picture
+from pcourse.lab.table import Cell, table
 from pcourse.report import RankReport, Report
+from pcourse.wording import bytes_text, configuration_text, number_text, operation_text
 
 _PARTS = (("calls", number_text), ("payload", bytes_text), ("wire", bytes_text))
 MOST_TIMES = 64  # above, a factor says less than the difference

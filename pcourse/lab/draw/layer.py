@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from matplotlib.patches import Circle, FancyArrowPatch
 
-from pcourse.lab.picture import INK, MUTED, ORANGE, WHOLE, WIDTH, Picture, Sheet, box, rank_colour, tint
+from pcourse.lab.palette import INK, MUTED, ORANGE, WHOLE, rank_colour, tint
+from pcourse.lab.picture import WIDTH, Picture, Sheet, box
 
 # (words, kind): "whole" runs alike on every rank, "split" on each rank's shard; f and g are where ranks meet.
 _LAYER = (

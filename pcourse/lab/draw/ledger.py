@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcourse.lab.picture import (
-    INK,
-    LINE,
-    MEMORY,
-    MUTED,
-    WIDTH,
-    Picture,
-    Sheet,
-    box,
-    byte_ticks,
-    bytes_text,
-    configuration_text,
-    ink_on,
-    sources_text,
-    tint,
-)
+from pcourse.lab.palette import INK, LINE, MEMORY, MUTED, ink_on, tint
+from pcourse.lab.picture import WIDTH, Picture, Sheet, box, byte_ticks
 from pcourse.report import CATEGORIES, MemoryLedger, Report
+from pcourse.wording import bytes_text, configuration_text, sources_text
 
 
 def ledger(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcourse.lab.picture import INK, MUTED, WHOLE, WIDTH, Picture, Sheet, box, ink_on, rank_colour
+from pcourse.lab.palette import INK, MUTED, WHOLE, ink_on, rank_colour
+from pcourse.lab.picture import WIDTH, Picture, Sheet, box
+from pcourse.split import shard_sizes
 
 _GAP = 0.09  # inches between shards, where the cut runs
 
@@ -40,10 +42,8 @@ class _Matrix:
         self.parts, self.cut, self.below = parts, cut, below
 
     def shards(self) -> list[int]:
-        """Cells per shard along the cut; the first ones take what is left over."""
-        whole = self.width if self.cut == "columns" else self.height
-        even, over = divmod(whole, self.parts)
-        return [even + (rank < over) for rank in range(self.parts)]
+        """Cells per shard along the cut."""
+        return shard_sizes(self.width if self.cut == "columns" else self.height, self.parts)
 
     def extent(self, cell: float) -> tuple[float, float]:
         """Width and height in inches, with the gaps of the cuts or the offset of the partial sums."""

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from matplotlib.patches import FancyArrowPatch
 
-from pcourse.lab.picture import (
-    BLUE,
-    INK,
-    LINE,
-    MUTED,
-    ORANGE,
-    WIDTH,
-    Picture,
-    Sheet,
-    box,
-    ink_on,
-    rank_colour,
-    tint,
-)
+from pcourse.lab.palette import BLUE, INK, LINE, MUTED, ORANGE, ink_on, rank_colour, tint
+from pcourse.lab.picture import WIDTH, Picture, Sheet, box
+from pcourse.split import ring_chunk
 
 
 def ring(n: int, step: int | None = None) -> Picture:
@@ -37,18 +26,12 @@ def ring(n: int, step: int | None = None) -> Picture:
     return Picture(_draw_ring(n, shown, states), _ring_words(n, step))
 
 
-def ring_send(n: int, rank: int, step: int) -> int:
-    """The chunk that `rank` sends to rank+1 in `step`. In the end of reduce-scatter rank r holds chunk r complete."""
-    first = rank - 1 if step < n - 1 else rank
-    return (first - step % (n - 1)) % n
-
-
 def ring_states(n: int) -> list[list[list[int]]]:
     """How many ranks are summed into each chunk: states[step][rank][chunk], before each step and after the last."""
     counts = [[1] * n for _ in range(n)]
     states = [[list(row) for row in counts]]
     for step in range(2 * (n - 1)):
-        moves = [(rank, ring_send(n, rank, step)) for rank in range(n)]
+        moves = [(rank, ring_chunk(n, rank, step)) for rank in range(n)]
         sent = [counts[rank][chunk] for rank, chunk in moves]  # all send at once
         for (rank, chunk), ranks_in_it in zip(moves, sent, strict=True):
             receiver = counts[(rank + 1) % n]
@@ -70,7 +53,7 @@ def _ring_words(n: int, step: int | None) -> str:
     )
     if step is None:
         return words
-    moves = ", ".join(f"rank {r} sends chunk {ring_send(n, r, step)} to rank {(r + 1) % n}" for r in range(n))
+    moves = ", ".join(f"rank {r} sends chunk {ring_chunk(n, r, step)} to rank {(r + 1) % n}" for r in range(n))
     return f"{words} In step {step}: {moves}."
 
 
@@ -127,10 +110,10 @@ def _draw_chunks(sheet, axes, counts, n, x, y, chunk) -> None:
 
 def _draw_sends(axes, n, step, x, top, pitch, chunk) -> None:
     for rank in range(n):
-        at = x + ring_send(n, rank, step) * chunk + (chunk - 0.025) / 2
+        at = x + ring_chunk(n, rank, step) * chunk + (chunk - 0.025) / 2
         y = top + pitch * rank + 0.35
         _send_arrow(axes, at, y, y + pitch - 0.36)
-    wrapped = x + ring_send(n, n - 1, step) * chunk + (chunk - 0.025) / 2
+    wrapped = x + ring_chunk(n, n - 1, step) * chunk + (chunk - 0.025) / 2
     _send_arrow(axes, wrapped, top - 0.24, top - 0.01)
 
 

@@ -7,22 +7,10 @@ from functools import partial
 
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from pcourse.lab.picture import (
-    LINE,
-    MUTED,
-    PALE,
-    TIME,
-    WIDTH,
-    Picture,
-    Sheet,
-    box,
-    configuration_text,
-    ink_on,
-    operation_text,
-    rank_colour,
-    seconds_text,
-)
+from pcourse.lab.palette import LINE, MUTED, PALE, TIME, ink_on, rank_colour
+from pcourse.lab.picture import WIDTH, Picture, Sheet, box
 from pcourse.report import TIME_KINDS, RankReport, Report
+from pcourse.wording import configuration_text, operation_text, seconds_text
 
 _OTHER = ("#B8C0C8", "--")  # a kind of span without a colour of its own
 _LETTERS = {"forward": "F", "backward": "B", "backward-input": "B", "backward-weight": "W", "recompute": "R"}

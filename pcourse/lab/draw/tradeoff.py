@@ -9,26 +9,10 @@ from statistics import quantiles
 
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from pcourse.lab.picture import (
-    BLUE,
-    GREEN,
-    INK,
-    LINE,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    VERMILLION,
-    WIDTH,
-    Picture,
-    Sheet,
-    byte_ticks,
-    bytes_text,
-    edge_of,
-    number_text,
-    seconds_text,
-    sources_text,
-)
+from pcourse.lab.palette import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PURPLE, VERMILLION, edge_of
+from pcourse.lab.picture import WIDTH, Picture, Sheet, byte_ticks
 from pcourse.report import Report
+from pcourse.wording import bytes_text, number_text, seconds_text, sources_text
 
 _CURVES = ((BLUE, "o"), (VERMILLION, "s"), (GREEN, "^"), (PURPLE, "D"), (ORANGE, "v"), (INK, "P"))
 _UNITS: dict[str, Callable] = {"": number_text, "bytes": bytes_text, "seconds": seconds_text}
