@@ -34,6 +34,7 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 CURRENT, BUILT, STALE, NOT_BUILT = "current", "built", "stale", "not built"
 CELL_TIMEOUT = 300  # seconds, on a slow machine
 
+ANSWER_TAG = "answer"
 ANSWER = re.compile(
     r"^(?P<indent>[ \t]*)### BEGIN SOLUTION\n"
     r"(?P<answer>(?:.*\n)*?)"
@@ -103,6 +104,7 @@ class Target:
         if self.kind == "lesson":
             run_headless(notebook, self.path.parent, timeout=CELL_TIMEOUT)
             clean(notebook)
+            hide_answers(notebook)
             refuse_local_paths(notebook)
         nbformat.validate(notebook)
         self.path.parent.mkdir(exist_ok=True)
@@ -165,6 +167,13 @@ def clean(notebook) -> None:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET_VIEW, None)
+
+
+def hide_answers(notebook) -> None:
+    """Save nothing of cells tagged `answer`: who opens a lesson must predict before they see what comes out."""
+    for cell in notebook.cells:
+        if ANSWER_TAG in cell.metadata.get("tags", []):
+            cell.outputs = []
 
 
 def refuse_local_paths(notebook, root: Path = ROOT) -> None:

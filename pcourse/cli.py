@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -35,14 +36,24 @@ def main(argv: list[str] | None = None) -> int:
             return open_course(argv)
         arguments, unknown = _parser().parse_known_args(argv)
         if unknown:
-            arguments.refuse(f"there is no option {' '.join(unknown)}")
-        return arguments.command(arguments)
+            arguments.refuse(f"there is no option {' '.join(unknown)}{_meant(unknown[0], arguments.options)}")
+        code = arguments.command(arguments)
+        sys.stdout.flush()
+        return code
     except (ConfigError, UnknownName) as e:
         return _complain(e, WRONG_ARGUMENTS)
     except RankError as e:
         return _complain(e, FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # who read our output has seen enough; Python must not try to flush the rest at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _meant(option: str, legal: list[str]) -> str:
+    close = difflib.get_close_matches(option.split("=")[0], legal, 1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _complain(words, code: int) -> int:
@@ -215,6 +226,6 @@ def _parser() -> argparse.ArgumentParser:
     for name, (command, add_options) in COMMANDS.items():
         words = command.__doc__
         sub = commands.add_parser(name, help=words, description=words.capitalize() + ".", allow_abbrev=False)
-        sub.set_defaults(command=command, refuse=sub.error)
         add_options(sub)
+        sub.set_defaults(command=command, refuse=sub.error, options=list(sub._option_string_actions))
     return parser

@@ -16,6 +16,11 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary"
 TIME_KINDS = ("compute", "communication", "waiting", "idle")
 
 
+def moment_text(iso: str) -> str:
+    """An ISO 8601 time to the minute, with its day: a saved number must not pass for a new one."""
+    return iso[:16].replace("T", " ")
+
+
 @dataclass(frozen=True)
 class Span:
     """One piece of a rank's time. `start` and `end` are seconds from the start of the step.
@@ -114,7 +119,7 @@ class Report:
     def source(self) -> str:
         """What stands beside every number: where it is from, and when it was taken."""
         words = {"measured": "measured on", "paced": "paced to", "predicted": "predicted from"}[self.provenance]
-        at = f", {self.made_at[11:16]}" if self.made_at else ""
+        at = f", {moment_text(self.made_at)}" if self.made_at else ""
         return f"{words} {self.device}{at}"
 
     def to_dict(self) -> dict:

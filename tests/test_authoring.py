@@ -197,3 +197,19 @@ def test_links_lead_to_files_that_are_there(target):
 def test_the_readmes_links_lead_to_files_that_are_there():
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
     assert links and not [link for link in links if not (ROOT / link).exists()]
+
+
+def test_answers_are_not_saved():
+    """A lesson must not show what comes out before the learner has predicted."""
+    cells = [nbformat.v4.new_code_cell("1", outputs=[nbformat.v4.new_output("stream", text="1")]) for _ in range(2)]
+    cells[1].metadata = nbformat.from_dict({"tags": [authoring.ANSWER_TAG]})
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    authoring.hide_answers(notebook)
+    assert [len(cell.outputs) for cell in notebook.cells] == [1, 0]
+
+
+def test_every_score_is_an_answer():
+    for source in (authoring.ROOT / "notebooks/src").glob("*.py"):
+        for cell in jupytext.read(source, fmt="py:percent").cells:
+            if ".score(" in cell.source or "after=" in cell.source:
+                assert authoring.ANSWER_TAG in cell.metadata.get("tags", []), cell.source

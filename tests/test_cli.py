@@ -127,7 +127,10 @@ def test_none_is_a_value_where_it_is_one():
         (["run", "--dtype", "int8"], "dtype can be float32, bfloat16, float64"),
         (["run", "--layers", "many"], "argument --layers: 'many' is not a whole number"),
         (["run", "--clip", "x"], "argument --clip: 'x' is not a number or none"),
-        (["run", "--layer", "3"], "there is no option --layer 3\n`python -m pcourse run --help`"),
+        (
+            ["run", "--layer", "3"],
+            "there is no option --layer 3; did you mean --layers?\n`python -m pcourse run --help`",
+        ),
         (["run", "--timeout", "inf"], "argument --timeout: 'inf' is not a number of seconds above 0"),
         (["run", "--backend", "mpi"], "choose from"),
         (["rnu"], "choose from"),

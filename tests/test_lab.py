@@ -641,6 +641,24 @@ def test_messages_are_an_experiment():
         Panel(experiment=experiment, controls={"tp": [1]})
 
 
+def test_noise_is_not_scored_as_truth():
+    guess = Predict("How many times as fast?", name="a noisy ratio")
+    guess.lock(1.0)
+    noisy, clear = guess.compare(0.8, spread=(0.5, 1.2)), guess.compare(0.8, spread=(0.7, 0.9))
+    assert noisy.verdict == "Within what the noise of this measurement leaves open."
+    assert clear.verdict == guess.compare(0.8).verdict and "from 0.7 to 0.9" in clear.text
+
+
+def test_a_panel_lists_what_it_has_measured(measure):
+    panel = a_panel(measure)
+    finished(panel)
+    assert "Measured here so far" not in panel._view.result.value
+    panel.start(tp=4)
+    finished(panel)
+    table = panel._view.result.value.partition("Measured here so far")[2]
+    assert table.count("<tr") == 3 and "font-weight:600" in table
+
+
 def test_an_answer_can_be_required(looked_at, monkeypatch):
     guess = Predict("How many?", name="required")
     with pytest.raises(PredictFirst, match="Lock your prediction above"):

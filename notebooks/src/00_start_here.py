@@ -31,8 +31,8 @@ for ranks in (1, 2, 4):
         print(f"{ranks} ranks:", world.run(lambda comm: comm.describe())[0])
 
 # %% [markdown]
-# - **NCCL** where there is a GPU for each rank,
-# - **gloo** otherwise: real processes and real messages, on the CPU, or on GPUs that ranks share.
+# - **NCCL**, NVIDIA's library for messages between GPUs, where there is a GPU for each rank,
+# - **gloo**, a library for messages between CPUs, otherwise. Real processes and real messages all the same.
 #
 # Everything in the course runs on any of these. Times differ, and each lesson tells you how to read yours.
 
@@ -95,12 +95,15 @@ else:
 #
 # Each number in this course says where it is from.
 #
-# - **measured**: this machine did it. The line says on what, and when.
-# - **paced**: real processes, real messages, slowed down to the speeds of a cluster that you describe. Lessons that need
-#   more devices than you have use it. (No lesson of this version does yet.)
+# - **measured**: a machine did it. The line says on what, and when. Outputs that you find saved in a notebook were
+#   measured on its authors' machine, at the time they say; run a cell, and they are yours.
+# - **paced**: real processes, real messages, slowed down to the speeds of a cluster that you describe, for what needs more
+#   devices than you have. (No lesson of this version does that yet.)
 # - **predicted**: a formula or a simulation says so. The line says which.
 #
 # Here is a number of two kinds. A small GPT is trained for a few steps on the text of your own Python's standard library.
+# Its parameters can be counted on paper: 12h² a layer for the matrices, 13h for its biases and LayerNorms, (V + s)h for the
+# embeddings of V bytes and s positions, 2h for the last LayerNorm.
 
 # %%
 model = ModelConfig(layers=2, hidden=128, heads=8, sequence=64)
@@ -118,22 +121,23 @@ assert found == predicted and report.loss[-1] < report.loss[0]
 # %% [markdown]
 # ## Predict, run, explain
 #
-# Now the rhythm of every lesson, once, in small. `tp` is how many ranks share each layer of that GPT: twice the ranks,
-# half the work for each. You will learn in lesson 03 how. Here, only guess.
+# Now the rhythm of every lesson, once, in small. `tp` is how many ranks share each layer of that GPT: with two, each does
+# about half the work. You will learn in lesson 03 how. Here, only guess.
 
 # %%
 guess = Predict(
-    "On two ranks (tp = 2), how many times as fast is a step as on one?",
+    "On two ranks (tp = 2) at hidden = 128, how many times as fast is a step as on one?",
     unit="times",
     name="first guess",
 )
 guess
 
 # %% [markdown]
-# Write a number, lock it, and the panel below opens. Then press **Run**, or move `tp`. **Cancel** ends a run. Press Run
-# again for a second opinion: what you see is a median of five steps, and machines are noisy.
+# Write a number, lock it, and the panel below opens. Then press **Run**, or move `tp`. **Cancel** ends a run. A run takes
+# two steps to warm up, five that are timed, and two more to count memory. Press Run again for a second opinion: what you see
+# is the median of the five, and machines are noisy.
 
-# %%
+# %% tags=["answer"]
 panel = Panel(
     model,
     ParallelConfig(tp=2),
@@ -145,27 +149,39 @@ panel = Panel(
 )
 panel
 
-# %%
+# %% [markdown]
+# How to read it. The **timeline** is the median step: above what each rank computes, below when it communicates, or waits
+# for the other to arrive; what is left is idle. The **memory** of each rank stands in five categories: parameters, their
+# gradients, the optimizer's state, activations (what is kept for the backward pass), and temporary for all else. Each has its
+# own peak; they do not peak together, so the line, the peak of their sum, lies below the top.
+
+# %% tags=["answer"]
 await panel.finished()
-one, two = await panel.sweep(tp=[1, 2])
-guess.score(one.step_seconds / two.step_seconds, source=two)
-seconds = two.ranks[0].seconds
-for kind, taken in seconds.items():
-    print(f"{kind:<14}{taken * 1e3:7.2f} ms  {taken / two.step_seconds:5.0%} of the step on rank 0")
+one, two = [measure(model, ParallelConfig(tp=tp), TrainConfig(batch=4, steps=15)) for tp in (1, 2)]
+(one_low, one_high), (two_low, two_high) = one.step_spread, two.step_spread
+guess.score(
+    one.step_seconds / two.step_seconds, source=two, spread=(one_low / two_high, one_high / two_low)
+)
+print(f"{'':<14}{'on one rank':>14}{'on rank 0 of two':>20}")
+for kind in ("compute", "communication", "waiting", "idle"):
+    alone, shared = one.ranks[0].seconds[kind], two.ranks[0].seconds[kind]
+    print(f"{kind:<14}{alone * 1e3:>11.2f} ms{shared * 1e3:>17.2f} ms")
 
 # %% [markdown]
-# The table explains your number. *Compute* is what was divided. *Communication* moves bytes, and *waiting* is for the
-# other rank to arrive: one rank alone has neither. Whether two ranks pay depends on how these compare, on your machine,
-# at this size. Turn `hidden` up in the panel and see whether it changes.
+# The table explains your number. *Compute* is what was divided. If it did not halve, the two ranks were in each other's way:
+# they share this machine's cores, caches and memory, with each other and with whatever else runs. *Communication* moves
+# bytes, and *waiting* is for the other rank to arrive: one rank alone has neither. Turn `hidden` up in the panel, and compare
+# the lines of its table.
 #
 # That is the course. Where it pays, where it stops paying, and why, lesson by lesson.
 
 # %% [markdown]
 # ## Good to know
 #
-# - A panel shows *"model not found"* after you reopen a saved notebook: run its cell again.
+# - A panel shows *"model not found"*, or stands still, after you reopen a notebook or restart its kernel: run its cell again.
+# - *Run All* stops at the first prediction that is not locked. Lock it, then run on from there.
 # - Only one run measures at a time on a machine, so that numbers stay clean. In a workshop a second one waits, and says so.
-# - Each rank computes with one thread (`World(2, threads=4)` gives it more). So two ranks on two cores do not get in each other's way.
+# - Each rank computes with one thread; `World(2, threads=4)` gives it more. With more ranks than cores, ranks take turns.
 # - Nothing is downloaded, and ranks talk over this machine's own loopback only.
 #
 # **Next**: [02 · Talking between ranks](02_talking_between_ranks.ipynb), then

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pcourse.config import ConfigError
+from pcourse.report import moment_text
 from pcourse.world import World
 
 # Bus bandwidth is algorithm bandwidth (S / t) times this: what a link carries, whatever the number of ranks
@@ -56,7 +57,7 @@ class MessageCost:
 
     @property
     def source(self) -> str:
-        return f"measured on {self.device}, {self.made_at[11:16]}"
+        return f"measured on {self.device}, {moment_text(self.made_at)}"
 
     def bus_bandwidth(self) -> list[float]:
         """Bytes per second on each rank's link, per size, at the median time."""

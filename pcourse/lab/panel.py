@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pcourse import world as worlds
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.lab.check import Friendly
+from pcourse.lab.draw.history import history
 from pcourse.lab.experiments import Training
 from pcourse.lab.front_end import front_end
 from pcourse.lab.panel_view import View
@@ -37,6 +38,7 @@ class NothingMeasured(Friendly):
 class _Result:
     """What a finished run leaves: its report, and what was drawn of it."""
 
+    values: dict  # of the controls
     report: Report
     body: str
     pictures: tuple[Picture, ...]
@@ -49,8 +51,8 @@ class _Result:
 class _Run:
     """One measurement; a loud one was asked for by a cell, which is told how it ended."""
 
-    def __init__(self, settings, loud: bool):
-        self.settings, self.loud = settings, loud
+    def __init__(self, settings, values: dict, loud: bool):
+        self.settings, self.values, self.loud = settings, values, loud
         self.gone = threading.Event()  # cancelled, or replaced by a newer one
         self.world = None
         self.next_look = 0.0
@@ -269,7 +271,7 @@ class Panel:
             if known is not None and not anew:
                 self._show(known, again=True)
                 return
-            self._run = _Run(settings, loud)
+            self._run = _Run(settings, dict(self._view.values), loud)
             ranks = self._experiment.ranks_of(settings)
             self._view.busy(f"starting {ranks} rank{'s' if ranks > 1 else ''} …")
             pause = 0 if anew else PAUSE
@@ -289,16 +291,16 @@ class Panel:
             if run.gone.is_set():  # cancelled before there was a world to close
                 return
             report = self._experiment.run(run.settings, run.world, _Progress(self, run))
-            self._finish(run, report, self._drawn(report))
+            self._finish(run, report, self._drawn(run, report))
         except worlds.RunCancelled:
             self._cancelled(run)
         except Exception as error:  # noqa: BLE001  shown in the panel, raised by finished()
             self._fail(run, error)
 
-    def _drawn(self, report: Report) -> _Result:
+    def _drawn(self, run: _Run, report: Report) -> _Result:
         items = list(self._draw(report, self))
         body = "".join(item if isinstance(item, str) else item.html for item in items)
-        return _Result(report, body, tuple(item for item in items if isinstance(item, Picture)))
+        return _Result(run.values, report, body, tuple(item for item in items if isinstance(item, Picture)))
 
     def _finish(self, run: _Run, report: Report, result: _Result) -> None:
         with self._mutex:
@@ -313,7 +315,8 @@ class Panel:
         self._shown = result
         before = " (from before; Run measures anew)" if again else ""
         self._view.rest(f"{result.report.source}{before}", "" if again else "success")
-        self._view.show(result.body, result.height)
+        measured = [(r.values, r.report) for r in self._results.values() if isinstance(r.report, Report)]
+        self._view.show(result.body + history(measured, result.report), result.height)
 
     def _cancelled(self, run: _Run) -> None:
         """Something else than this panel ended the run: its World was closed."""

@@ -168,17 +168,18 @@ class Predict(_Commitment):
     def _words(self, value: float) -> str:
         return measured_text(value, self.unit)
 
-    def compare(self, measured: float, words: str | Mapping[float, str] | None = None, source="") -> Comparison:
+    def compare(self, measured: float, words=None, source="", spread=None) -> Comparison:
         """The locked number beside `measured`; see `score`, which shows it."""
-        return Comparison(self, measured, words, sources_text(source))
+        return Comparison(self, measured, words, sources_text(source), spread)
 
-    def score(self, measured: float, words: str | Mapping[float, str] | None = None, source="") -> None:
+    def score(self, measured: float, words: str | Mapping[float, str] | None = None, source="", spread=None) -> None:
         """Show the locked number beside the measured one, the factor between them, and what to make of it.
 
         `words` is a sentence to add, or one for each number that somebody may well have locked: {2: "You counted the
-        forward pass alone."}. `source` is a report, or words that say where `measured` is from.
+        forward pass alone."}. `source` is a report, or words that say where `measured` is from. `spread` is the range,
+        low and high, that noise leaves open.
         """
-        display(self.compare(measured, words, source))
+        display(self.compare(measured, words, source, spread))
 
 
 def parse_number(text: str, unit: str = "") -> float:
@@ -210,8 +211,8 @@ def measured_text(value: float, unit: str) -> str:
 class Comparison:
     """A locked number beside a measured one, as bars and in words."""
 
-    def __init__(self, guess: Predict, measured: float, words, source: str):
-        self.guess, self.measured, self.source = guess, measured, source
+    def __init__(self, guess: Predict, measured: float, words, source: str, spread=None):
+        self.guess, self.measured, self.source, self.spread = guess, measured, source, spread
         self.extra = _fitting(words, guess.value) or ""
 
     @property
@@ -219,15 +220,21 @@ class Comparison:
         """One honest line: exact, close, or off, and by how much."""
         if not self.guess.locked:
             return "No prediction was locked, so there is nothing to compare."
+        if self.spread and self.spread[0] <= self.guess.value <= self.spread[1]:
+            return "Within what the noise of this measurement leaves open."
         return verdict_text(self.guess.value, self.measured, self.guess.unit)
 
     @property
     def text(self) -> str:
-        shown = [f"measured: {measured_text(self.measured, self.guess.unit)}"]
+        shown = [f"measured: {measured_text(self.measured, self.guess.unit)}{self._range}"]
         if self.guess.locked:
             shown.insert(0, f"you said: {measured_text(self.guess.value, self.guess.unit)}")
         lines = [self.guess.question, ", ".join(shown), self.verdict, self.extra, self.source]
         return "\n".join(line for line in lines if line)
+
+    @property
+    def _range(self) -> str:
+        return f", from {number_text(self.spread[0])} to {number_text(self.spread[1])}" if self.spread else ""
 
     @property
     def html(self) -> str:
@@ -236,7 +243,8 @@ class Comparison:
             rows.insert(0, ("you said", self.guess.value, ORANGE))
         longest = max(abs(value) for _, value, _ in rows) or 1
         bars = "".join(_bar(name, value, abs(value) / longest, self.guess.unit, c) for name, value, c in rows)
-        extra = f'<div style="color:{CSS_INK}">{html.escape(self.extra)}</div>' if self.extra else ""
+        open_ = f"The measurement may lie anywhere{self._range}." if self.spread else ""
+        extra = "".join(f'<div style="color:{CSS_INK}">{html.escape(w)}</div>' for w in (open_, self.extra) if w)
         foot = f'<div style="color:{CSS_MUTED};font-size:12px;font-style:italic">{html.escape(self.source)}</div>'
         return (
             '<div style="font-size:13px;line-height:1.6;margin:6px 0;max-width:730px">'

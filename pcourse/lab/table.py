@@ -50,13 +50,22 @@ def table(
 
     The first `left` columns and the last are words and stand left; those between are numbers and stand right.
     """
-    cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
-    sides = ["left" if i < left or i == len(head) - 1 else "right" for i in range(len(head))]
+    cells, sides = _laid_out(head, rows, left)
     return Picture(
         _table_figure(title, subtitle, head, cells, sides, source),
         _table_text(title, subtitle, head, cells, sides, source),
         _table_html(title, subtitle, head, cells, sides, source),
     )
+
+
+def table_html(title: str, head, rows, source: str, left: int = 1, subtitle="") -> str:
+    """The same as HTML alone, for what is shown in a panel and not saved."""
+    return _table_html(title, subtitle, head, *_laid_out(head, rows, left), source)
+
+
+def _laid_out(head, rows, left: int):
+    cells = [[c if isinstance(c, Cell) else Cell(c) for c in row] for row in rows]
+    return cells, ["left" if i < left or i == len(head) - 1 else "right" for i in range(len(head))]
 
 
 def _table_text(title, subtitle, head, cells, sides, source) -> str:

@@ -63,7 +63,7 @@ def _draw_ring(n: int, shown: list[int], states):
     chunk, last = min(0.3, (column - 0.2) / n), 2 * (n - 1)
     sheet = Sheet(top + pitch * n + 0.36)
     sheet.head(
-        f"Ring all-reduce over {n} ranks: each sends 2·{n - 1} chunks of S/{n}",
+        f"Ring all-reduce over {n} ranks",
         "Filled: how far a chunk's sum has come, and how many ranks are in it. Arrow: to the next rank.",
     )
     axes = sheet.canvas()

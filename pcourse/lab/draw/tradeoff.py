@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from statistics import quantiles
 
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from pcourse.lab.palette import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PURPLE, VERMILLION, edge_of
 from pcourse.lab.picture import WIDTH, Picture, Sheet, byte_ticks
@@ -58,6 +58,7 @@ def tradeoff(
     if log:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.set_ylim(bottom=0, top=(axes.get_ylim()[1] or 1) * 1.04)
