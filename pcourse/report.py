@@ -118,9 +118,13 @@ class Report:
     @property
     def source(self) -> str:
         """What stands beside every number: where it is from, and when it was taken."""
+        return f"{self.origin}, {moment_text(self.made_at)}" if self.made_at else self.origin
+
+    @property
+    def origin(self) -> str:
+        """Where the numbers are from, without the time."""
         words = {"measured": "measured on", "paced": "paced to", "predicted": "predicted from"}[self.provenance]
-        at = f", {moment_text(self.made_at)}" if self.made_at else ""
-        return f"{words} {self.device}{at}"
+        return f"{words} {self.device}"
 
     def to_dict(self) -> dict:
         return asdict(self)

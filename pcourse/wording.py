@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from pcourse.config import ParallelConfig
-from pcourse.report import Report
+from pcourse.report import Report, moment_text
 
 
 def bytes_text(n: float) -> str:
@@ -71,7 +71,11 @@ def sources_text(source: str | Report | Sequence[Report]) -> str:
     if isinstance(source, str):
         return source
     reports = [source] if hasattr(source, "source") else source
-    return " · ".join(dict.fromkeys(report.source for report in reports))
+    if len({report.source for report in reports}) == 1:
+        return reports[0].source
+    origins = " · ".join(dict.fromkeys(report.origin for report in reports))
+    first, *_, last = sorted(moment_text(report.made_at) for report in reports)
+    return f"{origins}, {first}" + (f" to {last[-5:]}" if last > first else "")
 
 
 def aligned_text(rows: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
