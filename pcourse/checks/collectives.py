@@ -59,18 +59,25 @@ def ring_reduce_scatter(function):
     """In N - 1 steps chunk r on rank r becomes the sum over all ranks."""
     for case in EVEN + UNEVEN:
         results = on_ranks(str(case), case.ranks, _reduce_scatter_program, function, case)
-        for rank, (chunks, calls) in enumerate(results):
+        for rank, (chunks, given, calls) in enumerate(results):
             _require_only_messages(case, rank, calls, "ring_reduce_scatter")
             _require_summed(case, rank, chunks, _steps(calls, case.ranks - 1))
-        for rank, (_, calls) in enumerate(results):
+            require(
+                close(given[rank], chunks[rank]),
+                str(case),
+                f"""rank {rank} puts a new tensor into the list, and the chunk that it was given does not change: the
+                    contract says in place, so add with += or add_""",
+            )
+        for rank, (_, _, calls) in enumerate(results):
             nbytes = wire_of("reduce_scatter", case.length, case.ranks, rank)
             _require_ring(case, rank, calls, nbytes, case.ranks - 1)
 
 
 def _reduce_scatter_program(comm: Comm, function, case: Case):
-    chunks = [case.input(comm.rank)[case.chunk(c)].clone() for c in range(case.ranks)]
+    given = [case.input(comm.rank)[case.chunk(c)].clone() for c in range(case.ranks)]
+    chunks = list(given)
     function(comm, chunks)
-    return chunks, calls_of(comm)
+    return chunks, given, calls_of(comm)
 
 
 def _require_summed(case: Case, rank: int, chunks, steps: str) -> None:

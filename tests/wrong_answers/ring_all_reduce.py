@@ -91,6 +91,15 @@ def receives_into_its_own_chunk(comm, chunks):
         exchange(comm, chunks[(comm.rank - 1 - step) % comm.size], chunks[(comm.rank - 2 - step) % comm.size])
 
 
+@wrong("ring_reduce_scatter", "puts a new tensor into the list", "in place")
+def not_in_place(comm, chunks):
+    """chunks[c] = chunks[c] + arriving: right here, and no use to the whole, whose result the chunks are views of."""
+    for step in range(comm.size - 1):
+        mine = (comm.rank - 2 - step) % comm.size
+        outgoing = chunks[(comm.rank - 1 - step) % comm.size]
+        chunks[mine] = chunks[mine] + exchange(comm, outgoing, torch.empty_like(chunks[mine]))
+
+
 @wrong("ring_reduce_scatter", "still this rank's own x", "messages sent: 1, where 2 steps")
 def one_step_too_few(comm, chunks):
     """range(N - 2): the ring does not go round."""
