@@ -431,7 +431,8 @@ assert unclipped.weights < 1e-10 < unclipped.gradient_norm
 # %%
 from pcourse.native.beside import beside
 
-result = World(2, backend="gloo").run(beside, model, train, 15, timeout=120)[0]
+with World(2, backend="gloo") as world, world.take_turns(print):
+    result = world.run(beside, model, train, 15, timeout=120)[0]
 r = result.ratio
 print(f"{'':<22}{'ours':>12}{'DTensor':>12}")
 print(

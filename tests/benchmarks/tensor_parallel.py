@@ -33,7 +33,8 @@ def main() -> None:
     world = World(options.ranks)
     print(f"{'size':<8} {'L':>2} {'h':>4} {'s':>4} {'b':>2} {HEADER}  first losses differ by  cause")
     for name, model, batch in SIZES:
-        result = world.run(beside, model, TrainConfig(batch=batch), options.pairs, timeout=600)[0]
+        with world.take_turns(print):
+            result = world.run(beside, model, TrainConfig(batch=batch), options.pairs, timeout=600)[0]
         sizes = f"{name:<8} {model.layers:>2} {model.hidden:>4} {model.sequence:>4} {batch:>2}"
         print(f"{sizes} {result.ratio}  {result.loss_difference:>22.1e}  {result.cause}", flush=True)
     print(f"one training step (forward, backward, AdamW), tp={options.ranks}, measured on {result.device}")
