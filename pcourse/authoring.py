@@ -24,10 +24,11 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from pcourse.course import KERNEL, ROOT, first_line, pick
 from pcourse.headless import run_headless
+from pcourse.lab.check import STUB_WORDS
 
 LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "pygments_lexer": "ipython3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -43,7 +44,7 @@ ANSWER = re.compile(
     re.MULTILINE,
 )
 MARK = re.compile(r"^[ \t]*### *(BEGIN SOLUTION|END SOLUTION|STUB).*$", re.MULTILINE)
-DEFAULT_STUB = 'raise NotImplementedError("your code here")'
+DEFAULT_STUB = f'raise NotImplementedError("{STUB_WORDS}")'
 
 
 class AuthoringError(Exception):
@@ -223,6 +224,8 @@ def _build_one(target: Target, check: bool, force: bool) -> tuple[str, str]:
         if check:
             return STALE, f"it is not what its source says; build it: python -m pcourse build {target.source.stem}"
         target.build()
-    except (AuthoringError, CellExecutionError) as e:
+    except (AuthoringError, CellExecutionError, DeadKernelError) as e:
         return NOT_BUILT, str(e)
+    except nbformat.reader.NotJSONError:
+        return NOT_BUILT, f"{target.path.name} is not JSON (an unfinished merge?); delete it and build again"
     return BUILT, ""

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pcourse import __version__
 from pcourse.config import ConfigError, ParallelConfig, validate
 from pcourse.course import ROOT, UnknownName, pick
-from pcourse.headless import SOLVED, Verdict, check_notebook
+from pcourse.headless import BROKEN, SOLVED, Verdict, check_notebook
 from pcourse.launch.torchrun import TorchrunWorld
 from pcourse.options import add_config_options, configs_from
 from pcourse.progress import Progress
@@ -148,7 +148,12 @@ def check(arguments: argparse.Namespace) -> int:
         return _complain(f"there is no exercise in {folder}; run pcourse from a clone of its repository", FAILED)
     results: dict[str, list[Verdict]] = {}
     for name in names:
-        notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+        try:
+            notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+        except nbformat.reader.NotJSONError:
+            results[name] = [Verdict("the notebook", BROKEN, "it is not JSON: an unfinished merge?")]
+            print(_verdicts_text(name, results[name]), file=sys.stderr if arguments.json else sys.stdout)
+            continue
         with Progress(name) as progress:
             results[name] = check_notebook(notebook, folder, timeout=arguments.timeout, on_cell=progress)
         if not arguments.json:

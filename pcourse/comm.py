@@ -145,10 +145,12 @@ class Comm:
         8 bytes a rank; shards may be uneven or empty.
         """
         x = x.reshape(1) if x.dim() == 0 else x
+        _check_dim("all_gather", x, dim)
         if sizes is None:
             mine = torch.tensor([x.shape[dim]], device=self.device)
             sizes = self.all_gather(mine, sizes=[1] * self.size, account=SCALAR).tolist()
         self._check_sizes("all_gather", sizes, x.shape[dim], self.rank)
+        _check_out(out, _with_length(x.shape, dim, sum(sizes)), x.dtype)
         parts = [x.new_empty(_with_length(x.shape, dim, n)) for n in sizes]
         nbytes = [part.numel() * x.element_size() for part in parts]
         wire = sum(nbytes) - nbytes[(self.rank + 1) % self.size]
@@ -163,10 +165,11 @@ class Comm:
 
     def reduce_scatter(self, x, dim: int = 0, *, sizes=None, out=None, async_op=False, label="", account=""):
         """This rank's shard, along `dim`, of the sum over the ranks. `sizes`: the shards' lengths, even if left out."""
+        _check_dim("reduce_scatter", x, dim)
         sizes = shard_sizes(x.shape[dim], self.size) if sizes is None else list(sizes)
         self._check_sizes("reduce_scatter", sizes, x.shape[dim])
         parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
-        buffer, finish = _landing(parts[self.rank], out)
+        buffer, finish = _landing(parts[self.rank], out, apart_from=x)
         nbytes = x.numel() * x.element_size()
         wire = nbytes - parts[self.rank].numel() * x.element_size()
 
@@ -194,15 +197,17 @@ class Comm:
     ):
         """Part q of `x` along `dim` goes to rank q; returns the parts received, side by side in rank order.
 
-        `sizes` are the lengths sent (even if left out), `out_sizes` those received (asked for first if left out and
-        the sent ones are uneven).
+        `sizes` are the lengths sent, `out_sizes` those received (asked for first if only `sizes` is given). Both left
+        out, `x` is as long on every rank and is divided as evenly as can be.
         """
-        even = sizes is None and x.shape[dim] % self.size == 0
+        _check_dim("all_to_all", x, dim)
+        if sizes is None and out_sizes is None:
+            out_sizes = [shard_sizes(x.shape[dim], self.size)[self.rank]] * self.size
         sizes = shard_sizes(x.shape[dim], self.size) if sizes is None else list(sizes)
         self._check_sizes("all_to_all", sizes, x.shape[dim])
-        if out_sizes is None:
-            out_sizes = sizes if even else self._ask_sizes(sizes)
+        out_sizes = self._ask_sizes(sizes) if out_sizes is None else list(out_sizes)
         parts = [part.contiguous() for part in x.detach().split(sizes, dim)]
+        _check_out(out, _with_length(x.shape, dim, sum(out_sizes)), x.dtype)
         outs = [x.new_empty(_with_length(x.shape, dim, n)) for n in out_sizes]
         nbytes = x.numel() * x.element_size()
         wire = nbytes - parts[self.rank].numel() * x.element_size()
@@ -247,9 +252,12 @@ class Comm:
         """The group as a grid: `comm.split(dp=2, tp=2).tp` is this rank's group along tp.
 
         The last axis varies fastest, so its ranks are neighbours. The degrees multiply to `size`. Every rank calls it.
+        An axis over all ranks is this same group under another name: calls on both stand in one order.
         """
         total = 1
-        for degree in axes.values():
+        for axis, degree in axes.items():
+            if not isinstance(degree, int) or degree < 1:
+                raise ValueError(f"{axis}={degree!r} must be a whole number, 1 or more")
             total *= degree
         if total != self.size:
             wanted = " · ".join(f"{axis}={degree}" for axis, degree in axes.items())
@@ -354,12 +362,15 @@ class Comm:
             raise ValueError(f"{operation}: rank {self.rank} has no peer {peer}; it can be {legal}")
 
 
-def _landing(like, out):
-    """Where a result lands: the contiguous buffer to fill, and the function that hands the result over."""
-    if out is not None and (out.shape != like.shape or out.dtype != like.dtype):
-        raise ValueError(f"out is {list(out.shape)} {out.dtype}; the result is {list(like.shape)} {like.dtype}")
+def _landing(like, out, apart_from=None):
+    """Where a result lands: the contiguous buffer to fill, and the function that hands the result over.
+
+    The buffer does not share memory with `apart_from`, which a peer may still be reading while it fills.
+    """
+    _check_out(out, like.shape, like.dtype)
     result = torch.empty_like(like, memory_format=torch.contiguous_format) if out is None else out
-    buffer = result if result.is_contiguous() else torch.empty_like(like, memory_format=torch.contiguous_format)
+    direct = result.is_contiguous() and not (apart_from is not None and _share_memory(result, apart_from))
+    buffer = result if direct else torch.empty_like(like, memory_format=torch.contiguous_format)
 
     def finish():
         return result if buffer is result else result.copy_(buffer)
@@ -367,12 +378,26 @@ def _landing(like, out):
     return buffer.detach(), finish
 
 
+def _share_memory(a, b) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def _fill(buffer, x) -> None:
     """Copy `x` into `buffer`, which may be `x` itself, or share its memory in another order."""
-    same_memory = buffer.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    same_memory = _share_memory(buffer, x)
     if same_memory and (buffer.data_ptr(), buffer.stride()) == (x.data_ptr(), x.stride()):
         return
     buffer.copy_(x.detach().clone() if same_memory else x.detach())
+
+
+def _check_dim(operation: str, x, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{operation}: a tensor {list(x.shape)} has no dim {dim}; it has {x.dim()}")
+
+
+def _check_out(out, shape: list[int], dtype) -> None:
+    if out is not None and (list(out.shape) != list(shape) or out.dtype != dtype):
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}; the result is {list(shape)} {dtype}")
 
 
 def _with_length(shape, dim: int, n: int) -> list[int]:

@@ -5,8 +5,12 @@ Nothing here imports torch, so a bad value is refused before any process starts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass, fields, replace
+from numbers import Integral
 
+LARGEST = 2**31
+LONGEST = 250_000  # bytes of text in one sequence; every installation of Python has more
 ATTENTION = ("explicit", "fused")
 DTYPES = ("float32", "bfloat16", "float64")
 OPTIMIZERS = ("adamw", "sgd")
@@ -20,7 +24,8 @@ class ConfigError(ValueError):
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def listed(values) -> str:
@@ -30,8 +35,15 @@ def listed(values) -> str:
 def _require_whole(config, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more")
+        if isinstance(value, bool) or not isinstance(value, Integral) or not least <= value < LARGEST:
+            raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more and below 2³¹")
+        object.__setattr__(config, name, int(value))  # numpy's integers too
+
+
+def _require_yes_or_no(config, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False")
 
 
 def _require_one_of(config, name: str, legal) -> None:
@@ -74,6 +86,7 @@ class ModelConfig:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "ffn", 4 * self.hidden if self.ffn is None else self.ffn)
         _require_whole(self, "kv_heads", "ffn")
+        _require_yes_or_no(self, "tied")
         _require_number(self, "dropout", 0, below=1)
         _require_one_of(self, "attention", ATTENTION)
         _require_one_of(self, "dtype", DTYPES)
@@ -127,6 +140,7 @@ class ParallelConfig:
 
     def __post_init__(self):
         _require_whole(self, "tp", "pp", "dp", "cp", "micro_batches", "chunks", "recompute_every")
+        _require_yes_or_no(self, "sequence_parallel", "reshard", "master_weights")
         _require_one_of(self, "partition", PARTITIONS)
         _require_one_of(self, "zero", (0, 1, 2, 3))
         _require_one_of(self, "recompute", RECOMPUTE)
@@ -171,6 +185,11 @@ def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -
 
     Raises ConfigError naming the rule, the values that broke it, and the values that would do.
     """
+    for value, kind in ((model, ModelConfig), (parallel, ParallelConfig), (train, TrainConfig)):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{type(value).__name__} stands where a {kind.__name__} must: model, parallel, train")
+    if model.sequence > LONGEST:
+        raise ConfigError(f"sequence={model.sequence} is longer than the text allows; sequence can be 1 to {LONGEST:,}")
     for field in fields(ParallelConfig):
         value = getattr(parallel, field.name)
         if field.name not in BUILT and value != field.default and field.default is not MISSING:

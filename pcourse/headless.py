@@ -5,11 +5,15 @@ Nothing here imports torch: the kernels that the notebooks start do.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from pcourse.course import KERNEL, first_line
 
+PATIENCE = 10.0  # seconds that an interrupted cell has to end
 CHECK = "check"  # the tag of a cell that checks an answer
 SOLVED, NOT_YET, WRONG, BROKEN = "solved", "not solved yet", "wrong", "broken"
 
@@ -33,7 +37,7 @@ def run_headless(notebook, folder: Path, *, timeout: float, go_on: bool = False,
 
     client = NotebookClient(
         notebook,
-        timeout=timeout,
+        timeout=math.ceil(timeout),
         interrupt_on_timeout=True,
         allow_errors=go_on,
         record_timing=False,
@@ -45,9 +49,22 @@ def run_headless(notebook, folder: Path, *, timeout: float, go_on: bool = False,
     # Not client.execute(): on Ctrl-C it ends the kernel, and then fails because the kernel has ended.
     with client.setup_kernel():
         for number, cell in enumerate(notebook.cells):
-            client.execute_cell(cell, number)
+            with _ended_after(timeout + PATIENCE, client):
+                client.execute_cell(cell, number)
             if on_cell:
                 on_cell(number + 1, len(notebook.cells))
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, client):
+    """A cell that swallows its interrupt loses its kernel: nbclient itself would wait for ever."""
+    watch = threading.Timer(seconds, lambda: client.km.provisioner.process.kill())
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def check_notebook(notebook, folder: Path, *, timeout: float = 120, on_cell=None) -> list[Verdict]:
@@ -57,7 +74,13 @@ def check_notebook(notebook, folder: Path, *, timeout: float = 120, on_cell=None
     try:
         run_headless(notebook, folder, timeout=timeout, go_on=True, on_cell=on_cell)
     except DeadKernelError:
-        return [Verdict("the notebook", BROKEN, "a cell ended the kernel: run the cells one by one to see which")]
+        return [
+            Verdict(
+                "the notebook",
+                BROKEN,
+                "a cell ended the kernel, or did not end itself: run the cells one by one to see which",
+            )
+        ]
     verdicts = (_verdict(cell, timeout) for cell in notebook.cells if cell.cell_type == "code")
     return [verdict for verdict in verdicts if verdict]
 

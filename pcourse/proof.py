@@ -6,6 +6,7 @@ steps of SGD, not Adam: Adam divides a gradient's scale away, and with it the co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from pcourse.data import batch
 from pcourse.dropout import dropout_seed, seed_dropout
 from pcourse.model import GPT, build
 from pcourse.parallel.shard import shard_of
-from pcourse.train import Trainer
+from pcourse.train import Trainer, require_ranks
 from pcourse.world import World
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-2}
@@ -39,7 +40,7 @@ class Proof:
 
     @property
     def worst(self) -> float:
-        return max(self.loss, self.gradients, self.gradient_norm, self.weights)
+        return largest([self.loss, self.gradients, self.gradient_norm, self.weights])
 
     @property
     def holds(self) -> bool:
@@ -73,6 +74,7 @@ def prove(
     train = replace(train or TrainConfig(batch=4), optimizer="sgd", learning_rate=0.1)
     validate(model, parallel, train)
     world = world or World(parallel.ranks, backend="threads")
+    require_ranks(world, parallel)
     return _worst(world.run(compare, model, parallel, train, timeout=timeout), dtype)
 
 
@@ -87,7 +89,9 @@ def compare(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Tra
         loss, expected_loss = trainer.forward_backward(number), _reference_backward(reference, model, train, number)
         gradients = _largest(parameters, reference, lambda p: p.grad)
         norm = trainer.gradient_norm()
-        expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), train.clip or float("inf"))
+        expected_norm = torch.nn.utils.clip_grad_norm_(
+            reference.parameters(), math.inf if train.clip is None else train.clip
+        )
         first = first or (_difference(loss, expected_loss), gradients, _difference(norm, expected_norm))
         trainer.update(norm)
         sgd.step()
@@ -120,7 +124,12 @@ def _largest(parameters, reference: GPT, value) -> float:
         whole = value(expected[name])
         shard = shard_of(p)
         differences.append(_difference(value(p), whole if shard is None else shard.of(whole)))
-    return max(differences)
+    return largest(differences)
+
+
+def largest(differences: list[float]) -> float:
+    """The largest, where NaN is larger than all: Python's max may pass over it, and NaN never proves anything."""
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -132,4 +141,4 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _worst(proofs: list[Proof], dtype: str) -> Proof:
     names = ("loss", "gradients", "gradient_norm", "weights")
-    return Proof(dtype, **{n: max(getattr(p, n) for p in proofs) for n in names}, parameters=proofs[0].parameters)
+    return Proof(dtype, **{n: largest([getattr(p, n) for p in proofs]) for n in names}, parameters=proofs[0].parameters)

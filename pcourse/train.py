@@ -160,12 +160,16 @@ def measure(
     validate(model, parallel, train)
     if clock != "wall":
         raise ConfigError(f"clock={clock!r} is not built yet in this version; clock can be 'wall'")
-    if world is not None and world.size != parallel.ranks:
-        raise ConfigError(f"this world has {world.size} ranks and the configuration needs {parallel.ranks}")
     world = world or World(parallel.ranks)
+    require_ranks(world, parallel)
     with world.take_turns(_announcer(progress)):
         recordings = world.run(record, model, parallel, train, timeout=timeout, progress=progress)
     return assemble(recordings, model, parallel, train, made_at=datetime.datetime.now().isoformat(timespec="seconds"))
+
+
+def require_ranks(world, parallel: ParallelConfig) -> None:
+    if world.size != parallel.ranks:
+        raise ConfigError(f"this world has {world.size} ranks and the configuration needs {parallel.ranks}")
 
 
 def _announcer(progress):

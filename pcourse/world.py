@@ -11,7 +11,6 @@ quickly: only the ranks do.
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import threading
 
@@ -23,6 +22,7 @@ from pcourse.launch.threads import ThreadRun
 
 __all__ = ["BACKENDS", "RankError", "RunCancelled", "RunTimeout", "World", "machine_lock", "warm_up"]
 
+LONGEST_RUN = 1_000_000  # seconds; gloo's own clock does not count much further
 BACKENDS = ("auto", "gloo", "nccl", "threads")
 
 
@@ -63,8 +63,8 @@ class World:
         """
         if not callable(program):
             raise TypeError(f"program={program!r} must be a function that takes a communicator first")
-        if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0")
+        if not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_RUN:
+            raise ValueError(f"timeout={timeout!r} must be a number of seconds above 0, at most {LONGEST_RUN:,}")
         kind = ThreadRun if self.backend == "threads" else ProcessRun
         try:
             with self._admitted(kind(self.size, self.backend, self.threads, program, args, timeout, progress)) as run:

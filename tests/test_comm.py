@@ -243,3 +243,42 @@ def test_wrong_arguments_say_which_would_do(call, words):
 def test_each_thread_rank_draws_its_own_numbers():
     a, b = World(2, "threads").run(lambda comm: torch.rand(3, generator=comm.generator), timeout=10)
     assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_shard_may_land_in_its_own_input(backend):
+    """NCCL's in-place form, and any other part of the input."""
+
+    def program(comm):
+        for shift in range(3):
+            x = torch.arange(6.0) + 10 * comm.rank
+            first = (comm.rank + shift) % 3 * 2
+            got = comm.reduce_scatter(x, out=x[first : first + 2])
+            expected = (3 * torch.arange(6.0) + 30)[2 * comm.rank : 2 * comm.rank + 2]
+            assert torch.equal(got, expected) and torch.equal(x[first : first + 2], expected)
+
+    World(3, backend).run(program, timeout=30)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_to_all_of_uneven_lengths_needs_no_question(backend):
+    def program(comm):
+        x = torch.arange(5.0) + 10 * comm.rank
+        return comm.all_to_all(x).tolist(), [c.operation for c in comm.recorder.take()[0]]
+
+    (first, calls), (second, _) = World(2, backend).run(program, timeout=30)
+    assert first == [0, 1, 2, 10, 11, 12] and second == [3, 4, 13, 14] and calls == ["all_to_all"]
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda comm: comm.all_gather(torch.zeros(2), dim=1), "has no dim 1; it has 1"),
+        (lambda comm: comm.reduce_scatter(torch.zeros(2), dim=-2), "has no dim -2"),
+        (lambda comm: comm.all_gather(torch.zeros(2), sizes=[2, 2], out=torch.zeros(3)), "the result is"),
+        (lambda comm: comm.split(a=-2, b=-1), "a=-2 must be a whole number"),
+    ],
+)
+def test_dims_and_outs_that_do_not_fit_are_named(call, words):
+    with pytest.raises(RankError, match=words):
+        World(2, "threads").run(call, timeout=10)

@@ -1,5 +1,6 @@
 """Configurations refuse what cannot run, with the values that would do."""
 
+import numpy as np
 import pytest
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
@@ -48,3 +49,24 @@ def test_derived_sizes_follow():
     assert ModelConfig(heads=8).but(heads=4).kv_heads == 4
     assert ModelConfig(heads=8, kv_heads=2).but(heads=4).kv_heads == 2
     assert ParallelConfig(tp=2, micro_batches=4).ranks == 2
+
+
+def test_numpy_integers_are_whole_numbers():
+    config = ModelConfig(layers=np.int64(3), heads=np.int32(4))
+    assert config == ModelConfig(layers=3, heads=4) and type(config.layers) is int
+
+
+def test_large_sizes_are_refused_at_once():
+    with pytest.raises(ConfigError, match="heads can be 1, 2"):
+        ModelConfig(hidden=400_000_000, heads=7)
+    with pytest.raises(ConfigError, match="below 2³¹"):
+        TrainConfig(seed=10**20)
+    with pytest.raises(ConfigError, match="sequence can be 1 to 250,000"):
+        validate(ModelConfig(sequence=3_000_000), ParallelConfig(), TrainConfig())
+
+
+def test_configurations_in_the_wrong_place_are_named():
+    with pytest.raises(ConfigError, match="ParallelConfig stands where a ModelConfig must"):
+        validate(ParallelConfig(), ParallelConfig(), TrainConfig())
+    with pytest.raises(ConfigError, match="tied='no' must be True or False"):
+        ModelConfig(tied="no")

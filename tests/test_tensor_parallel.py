@@ -176,3 +176,18 @@ def test_uneven_shards_are_of_the_sizes_that_the_ranks_hold():
     shapes = World(4, "threads").run(program, timeout=30)
     assert shapes == [(len(shard_range(61, 4, r)), len(shard_range(37, 4, r))) for r in range(4)]
     assert [sum(column) for column in zip(*shapes, strict=True)] == [61, 37]
+
+
+def test_nan_proves_nothing(monkeypatch):
+    def spoiled(model, comm):
+        split = tensor_parallel(model, comm)
+        split.head.norm.bias.register_hook(lambda grad: grad * float("nan"))
+        return split
+
+    monkeypatch.setattr("pcourse.train.tensor_parallel", spoiled)
+    proof = prove(TINY, ParallelConfig(tp=2))
+    assert not proof.holds and "NOT equal" in str(proof)
+
+
+def test_a_clip_of_0_is_a_clip():
+    assert prove(TINY, ParallelConfig(tp=2), TrainConfig(batch=2, clip=0)).holds

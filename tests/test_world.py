@@ -290,7 +290,7 @@ def test_a_rank_that_never_arrives(backend):
     assert first.endswith("rank 1 was computing")
     assert "time.sleep(0.01)" in "".join(rest) and "comm.all_reduce(torch.ones(2))" in "".join(rest)
     if gate:
-        assert rest[-1] == "rank 1 is still running and cannot be ended: threads never can"
+        assert rest[-1].startswith("rank 1 is still running and cannot be ended: threads never can; restart the kernel")
 
 
 @both
@@ -708,3 +708,32 @@ def test_the_lock_is_given_back_after_an_error(monkeypatch, tmp_path):
     words = []
     with machine_lock(words.append):
         assert words == []
+
+
+def test_a_child_that_a_rank_has_forked_gives_no_result_and_does_not_stay():
+    def program(comm):
+        sleeper = subprocess.Popen(["sleep", "600"])
+        child = os.fork()
+        if child == 0:
+            return "the child"
+        os.waitpid(child, 0)
+        return sleeper.pid
+
+    pids = World(2).run(program, timeout=30)
+    assert all(isinstance(pid, int) for pid in pids)
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+        assert time.monotonic() < deadline, "what a rank has started outlives it"
+        time.sleep(0.05)
+
+
+def test_what_cannot_be_sent_is_named():
+    world = World(2)
+
+    def program(comm):
+        return world.size
+
+    with pytest.raises(TypeError, match="the variable world, which the program uses, cannot be sent to ranks"):
+        world.run(program)
+    with pytest.raises(TypeError, match="argument 1 cannot be sent to ranks"):
+        world.run(lambda comm, lock: None, threading.Lock())

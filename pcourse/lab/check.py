@@ -23,6 +23,9 @@ from pcourse.wording import bytes_text, number_text, seconds_text
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"  # bold rather than red: errors stand on red already
 
 
+STUB_WORDS = "your code here"  # what the stub of an exercise raises NotImplementedError with
+
+
 class Friendly(Exception):
     """An exception that a notebook shows as its message alone, without a traceback."""
 
@@ -66,7 +69,7 @@ def check(function: Callable) -> Callable:
 def _explained(error: Exception, check_code, answers: list) -> Exception:
     """What the learner reads instead of `error`."""
     causes = list(_causes(error))
-    if any(isinstance(cause, NotImplementedError) for cause in causes):
+    if any(isinstance(cause, NotImplementedError) and str(cause) == STUB_WORDS for cause in causes):
         return NotSolvedYet(f"Not solved yet: write {_names(answers)} above, run it, then run this check again.")
     for cause in reversed(causes):
         line = _learners_line(cause, check_code, answers)

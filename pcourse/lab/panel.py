@@ -173,11 +173,16 @@ class Panel:
         self._require_open()
         ((name, values),) = options.items()
         before, reports = self.settings.get(name), []
-        for value in [*values, before]:
-            self._set({name: value})
-            self._request(anew=False, loud=True)
-            reports.append(await self.finished())
-        return reports[:-1]
+        try:
+            for value in values:
+                self._set({name: value})
+                self._request(anew=False, loud=True)
+                reports.append(await self.finished())
+        finally:
+            self._set({name: before})
+        self._request(anew=False, loud=True)
+        await self.finished()
+        return reports
 
     # What is shown where.
 
@@ -294,7 +299,7 @@ class Panel:
             self._finish(run, report, self._drawn(run, report))
         except worlds.RunCancelled:
             self._cancelled(run)
-        except Exception as error:  # noqa: BLE001  shown in the panel, raised by finished()
+        except BaseException as error:  # noqa: BLE001  shown in the panel, raised by finished()
             self._fail(run, error)
 
     def _drawn(self, run: _Run, report: Report) -> _Result:

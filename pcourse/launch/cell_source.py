@@ -7,6 +7,7 @@ methods it would overwrite when a result brings a class back.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import marshal
 import os
@@ -89,3 +90,19 @@ class _ResultUnpickler(pickle.Unpickler):
 
     def persistent_load(self, place: int) -> type:
         return self._classes[place]
+
+
+def unsendable(program, args) -> str:
+    """Which part of a run cannot be pickled, in words: a variable that the program uses, or an argument."""
+    parts = {f"argument {number}": value for number, value in enumerate(args, 1)}
+    if inspect.isfunction(program):
+        used = inspect.getclosurevars(program)
+        parts |= {
+            f"the variable {name}, which the program uses,": v for name, v in {**used.globals, **used.nonlocals}.items()
+        }
+    for words, value in parts.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return words
+    return "the program"

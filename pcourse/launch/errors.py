@@ -34,6 +34,10 @@ class RunCancelled(_ShortInNotebook):
     """`World.cancel()` or `World.close()` ended the run."""
 
 
+class CannotSend(_ShortInNotebook, TypeError):
+    """The program or an argument cannot be pickled, and so cannot reach ranks that are processes."""
+
+
 @dataclass
 class Failure:
     """How one rank failed. One that lost its peer is never the cause where another failed by itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -13,8 +14,8 @@ import time
 from multiprocessing import connection
 from pathlib import Path
 
-from pcourse.launch.cell_source import dump_program, load_result
-from pcourse.launch.errors import Failure, RankError
+from pcourse.launch.cell_source import dump_program, load_result, unsendable
+from pcourse.launch.errors import CannotSend, Failure, RankError
 from pcourse.launch.rank_files import RankFiles
 from pcourse.launch.rank_process import rank_main
 from pcourse.launch.run import STARTUP, Run
@@ -35,7 +36,12 @@ def start_fork_server() -> None:
     _context()
     from multiprocessing import forkserver
 
-    forkserver.ensure_running()
+    # Jupyter's interrupt goes to the whole process group: the server inherits that it is blocked, and loads torch on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class ProcessRun(Run):
@@ -57,7 +63,9 @@ class ProcessRun(Run):
             with open(self._files[0].program, "wb") as file:
                 self._classes = dump_program((self.program, self.args), file)
         except Exception as e:
-            raise TypeError(f"the program or its arguments cannot be sent to ranks: {one_line(e)}") from e
+            culprit = unsendable(self.program, self.args)
+            raise CannotSend(f"{culprit} cannot be sent to ranks: {one_line(e)}") from None
+        start_fork_server()
         for files in self._files:
             self._start_rank(files)
         self.deadline = time.monotonic() + STARTUP  # the first start waits until the fork server has torch
@@ -109,7 +117,7 @@ class ProcessRun(Run):
             started = [process for process in self._processes if process.pid is not None]
             for process in started:
                 if process.exitcode is None:
-                    process.kill()
+                    _kill_group(process.pid)
         for process in started:
             connection.wait([process.sentinel])
         with _children_lock:
@@ -146,6 +154,15 @@ class ProcessRun(Run):
                     os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.1)
         return {rank: self._files[rank].stack() for rank in ranks}
+
+
+def _kill_group(pid: int) -> None:
+    """End a rank that lives, with what its program has started; before the rank leads a group, itself alone."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _context():

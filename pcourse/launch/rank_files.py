@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import traceback
 from pathlib import Path
@@ -11,6 +12,7 @@ from pcourse.launch.acts import STARTING
 from pcourse.launch.words import format_frames, name_cells
 
 MOST_OUTPUT = 1_000_000  # bytes of one rank's output that are shown
+LAST_BYTES = 20_000
 LAST_LINES = 20  # of the output of a rank that died
 ACT_BYTES = 256
 
@@ -50,7 +52,7 @@ class RankFiles:
         return format_frames([traceback.FrameSummary(f, int(n), name) for f, n, name in reversed(frames)])
 
     def last_output(self) -> str:
-        lines = _read(self.output).splitlines()[-LAST_LINES:]
+        lines = _read(self.output, last=LAST_BYTES).splitlines()[-LAST_LINES:]
         return "\n".join([f"the end of what rank {self.rank} printed:", *lines]) if lines else ""
 
     def show_output(self, last: bool) -> None:
@@ -77,9 +79,12 @@ def _act_bytes(words: str) -> bytes:
     return words.encode()[:ACT_BYTES].ljust(ACT_BYTES, b"\0")
 
 
-def _read(path: Path) -> str:
-    """Empty where somebody has cleaned up the temporary folder: the error that follows must still be told."""
+def _read(path: Path, last: int | None = None) -> str:
+    """All of a file, or its `last` bytes; empty where somebody has cleaned up the temporary folder."""
     try:
-        return path.read_bytes().decode(errors="replace")
+        with open(path, "rb") as file:
+            if last is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - last))
+            return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

@@ -35,7 +35,10 @@ def rank_main(files: RankFiles, size: int, backend: str, timeout: float, environ
     def tell(*message) -> None:
         pipe.send_bytes(pickle.dumps(message))
 
+    me = os.getpid()
     failed = _run_program(files, size, backend, timeout, tell)
+    if os.getpid() != me:  # a child that the program has forked came back here: only the rank itself has results
+        os._exit(0)
     sys.stdout.flush()
     sys.stderr.flush()
     tell("ended", failed)
@@ -81,6 +84,7 @@ def _run_program(files: RankFiles, size: int, backend: str, timeout: float, tell
 def _end_with_the_kernel() -> None:
     """Ranks do not outlive the process that runs them, and the keyboard interrupts only that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgid(0, 0)  # a group of its own, so that what the program starts ends with it
     if sys.platform == "linux":  # our parent here is the fork server
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -92,7 +96,7 @@ def _end_with_the_kernel() -> None:
 
     def watch() -> None:
         connection.wait([kernel])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="pcourse-watch", daemon=True).start()
 

@@ -87,7 +87,7 @@ class ThreadRun(Run):
         self._patience = self._patience or time.monotonic() + GRACE
         self.hear(until=self._patience)
         return "\n".join(
-            f"rank {rank} is still running and cannot be ended: threads never can"
+            f"rank {rank} is still running and cannot be ended: threads never can; restart the kernel to be rid of it"
             for rank in range(self.size)
             if rank not in self.ended
         )
