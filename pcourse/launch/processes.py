@@ -34,8 +34,9 @@ _children_lock = threading.Lock()
 
 def start_fork_server() -> None:
     _context()
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
+    resource_tracker.ensure_running()  # the server would start it, and it unblocks what is blocked below
     # Jupyter's interrupt goes to the whole process group: the server inherits that it is blocked, and loads torch on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -25,6 +25,8 @@ from pcourse.launch.words import failure, one_line
 
 def rank_main(files: RankFiles, size: int, backend: str, timeout: float, environment, pipe) -> None:
     _end_with_the_kernel()
+    if not files.directory.exists():  # the run was interrupted before this rank began
+        os._exit(1)
     os.environ.clear()
     os.environ.update(environment)
     _write_output_to(files.output)
