@@ -234,7 +234,7 @@ class Comparison:
 
     @property
     def _range(self) -> str:
-        return f", from {number_text(self.spread[0])} to {number_text(self.spread[1])}" if self.spread else ""
+        return f" from {self.spread[0]:.3g} to {self.spread[1]:.3g}" if self.spread else ""
 
     @property
     def html(self) -> str:
@@ -243,8 +243,8 @@ class Comparison:
             rows.insert(0, ("you said", self.guess.value, ORANGE))
         longest = max(abs(value) for _, value, _ in rows) or 1
         bars = "".join(_bar(name, value, abs(value) / longest, self.guess.unit, c) for name, value, c in rows)
-        open_ = f"The measurement may lie anywhere{self._range}." if self.spread else ""
-        extra = "".join(f'<div style="color:{CSS_INK}">{html.escape(w)}</div>' for w in (open_, self.extra) if w)
+        noise = f"By its quartiles the measurement may be anything{self._range}." if self.spread else ""
+        extra = "".join(f'<div style="color:{CSS_INK}">{html.escape(w)}</div>' for w in (noise, self.extra) if w)
         foot = f'<div style="color:{CSS_MUTED};font-size:12px;font-style:italic">{html.escape(self.source)}</div>'
         return (
             '<div style="font-size:13px;line-height:1.6;margin:6px 0;max-width:730px">'
