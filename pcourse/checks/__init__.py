@@ -15,9 +15,10 @@ from typing import NoReturn
 
 import torch
 
-from pcourse.comm import Call, Comm
+from pcourse.comm import Comm
 from pcourse.lab.check import CheckFailed
 from pcourse.launch.threads import Deadlock
+from pcourse.recorder import Call
 from pcourse.split import ring_wire
 from pcourse.world import RankError, RunTimeout, World
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from pcourse.checks import ITEM, calls_of, close, fail, many, on_ranks, random, ranks, require, shares, times, wire_of
-from pcourse.comm import Call, Comm
+from pcourse.comm import Comm
 from pcourse.lab.check import Scoreboard, check
 from pcourse.meter import MemoryMeter
+from pcourse.recorder import Call
 from pcourse.split import shard_range, shard_sizes
 
 

@@ -25,9 +25,10 @@ from pcourse.checks import (
     times,
     wire_of,
 )
-from pcourse.comm import Call, Comm
+from pcourse.comm import Comm
 from pcourse.lab.check import Scoreboard, check
 from pcourse.meter import MemoryMeter
+from pcourse.recorder import Call
 
 IGNORED = -100
 UPSTREAM = 0.7  # the loss is multiplied by it before backward, so that the gradient that flows in is not 1

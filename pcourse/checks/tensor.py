@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from pcourse.checks import calls_of, close, fail, many, on_ranks, operations, random, require, shares, times, wire_of
-from pcourse.comm import Call, Comm
+from pcourse.comm import Comm
 from pcourse.lab.check import Scoreboard, check
+from pcourse.recorder import Call
 from pcourse.split import shard_range
 
 
