@@ -41,7 +41,8 @@ from pcourse.lab.plots import (
     timeline,
     tradeoff,
 )
-from pcourse.lab.predict import parse_number, verdict_text
+from pcourse.lab.predict import parse_number
+from pcourse.lab.score import verdict_text
 from pcourse.report import CommunicationRow, MemoryLedger, RankReport, Report, Span
 from pcourse.split import ring_chunk
 from pcourse.wording import bytes_text, number_text, seconds_text
