@@ -26,9 +26,8 @@ import jupytext
 import nbformat
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from pcourse.course import KERNEL, ROOT, first_line, pick
+from pcourse.course import KERNEL, ROOT, STUB_WORDS, first_line, pick
 from pcourse.headless import run_headless
-from pcourse.lab.check import STUB_WORDS
 
 LANGUAGE = {"name": "python", "file_extension": ".py", "mimetype": "text/x-python", "pygments_lexer": "ipython3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 
 from IPython.display import display
 
+from pcourse.course import STUB_WORDS
 from pcourse.lab.draw.communication import difference_text
 from pcourse.lab.picture import Picture
 from pcourse.lab.table import Cell, table
 from pcourse.wording import bytes_text, number_text, seconds_text
 
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[1;32m", "\x1b[0m"  # bold rather than red: errors stand on red already
-
-
-STUB_WORDS = "your code here"  # what the stub of an exercise raises NotImplementedError with
 
 
 class Friendly(Exception):

@@ -100,7 +100,6 @@ class Panel:
         self.reports: list[Report] = []
         values = {name: self._experiment.default(name, options) for name, options in self._controls.items()}
         self._view = View(title, self._controls, values, self._moved, self._clicked, self.cancel)
-        worlds.warm_up()
         self._close()
         if after is None:
             self._open()
