@@ -97,7 +97,7 @@ class Comm:
             return transport.all_gather(parts, x.detach().contiguous())
 
         def finish():
-            return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
+            return _side_by_side(parts, dim, out)
 
         return self._collective("all_gather", sum(nbytes), wire, start, finish, async_op, label, account)
 
@@ -154,7 +154,7 @@ class Comm:
             return transport.all_to_all(outs, parts)
 
         def finish():
-            return torch.cat(outs, dim) if out is None else torch.cat(outs, dim, out=out)
+            return _side_by_side(outs, dim, out)
 
         return self._collective("all_to_all", nbytes, wire, start, finish, async_op, label, account)
 
@@ -167,22 +167,22 @@ class Comm:
     def send(self, x, dst: int, *, tag: int = 0, label="") -> None:
         """Returns when rank `dst` has received `x`: a rendezvous, whatever the size."""
         self._check_peer("send", dst, other=True)
-        self._point_to_point("send", dst, tag, x, x, label, async_op=False)
+        self._point_to_point("send", dst, tag, x, label, async_op=False)
 
     def recv(self, out, src: int, *, tag: int = 0, label=""):
         """Fills `out` with what rank `src` sends and returns it."""
         self._check_peer("recv", src, other=True)
-        return self._point_to_point("recv", src, tag, out, out, label, async_op=False)
+        return self._point_to_point("recv", src, tag, out, label, async_op=False)
 
     def isend(self, x, dst: int, *, tag: int = 0, label="") -> Handle:
         """Starts a send; `x` must stay untouched until `wait()` returns, which is when `dst` has received it."""
         self._check_peer("isend", dst, other=True)
-        return self._point_to_point("send", dst, tag, x, x, label, async_op=True)
+        return self._point_to_point("send", dst, tag, x, label, async_op=True)
 
     def irecv(self, out, src: int, *, tag: int = 0, label="") -> Handle:
         """Posts a receive into `out`; `wait()` returns it, filled."""
         self._check_peer("irecv", src, other=True)
-        return self._point_to_point("recv", src, tag, out, out, label, async_op=True)
+        return self._point_to_point("recv", src, tag, out, label, async_op=True)
 
     # --- groups and compute ------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Comm:
         call = Call(self.axis, key, operation, label, payload, wire, self.clock.now(), account=account)
         return self._carry(call, start, finish, async_op)
 
-    def _point_to_point(self, operation, peer, tag, x, result, label, async_op):
+    def _point_to_point(self, operation, peer, tag, x, label, async_op):
         members = (self.rank, peer) if operation == "send" else (peer, self.rank)
         members = tuple(self.transport.members[r] for r in members)
         nbytes = x.numel() * x.element_size() if operation == "send" else 0
@@ -252,7 +252,7 @@ class Comm:
         def finish():
             if operation == "recv" and not x.is_contiguous():
                 x.detach().copy_(buffer)
-            return result
+            return x
 
         move = "isend" if operation == "send" else "irecv"
         return self._carry(call, lambda t: getattr(t, move)(buffer, peer, tag), finish, async_op)
@@ -336,6 +336,10 @@ def _check_dim(operation: str, x, dim: int) -> None:
 def _check_out(out, shape: list[int], dtype) -> None:
     if out is not None and (list(out.shape) != list(shape) or out.dtype != dtype):
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; the result is {list(shape)} {dtype}")
+
+
+def _side_by_side(parts, dim: int, out):
+    return torch.cat(parts, dim) if out is None else torch.cat(parts, dim, out=out)
 
 
 def _with_length(shape, dim: int, n: int) -> list[int]:
