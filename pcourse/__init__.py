@@ -8,15 +8,20 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Cluster": "pcourse.cost.cluster",
     "ConfigError": "pcourse.config",
+    "Link": "pcourse.cost.cluster",
     "ModelConfig": "pcourse.config",
+    "Pace": "pcourse.pace",
     "ParallelConfig": "pcourse.config",
     "RankError": "pcourse.world",
     "Report": "pcourse.report",
     "TrainConfig": "pcourse.config",
     "World": "pcourse.world",
+    "make_schedule": "pcourse.parallel.schedules",
     "measure": "pcourse.train",
     "prove": "pcourse.proof",
+    "simulate": "pcourse.cost.simulate",
 }
 
 __all__ = [*_MODULES]

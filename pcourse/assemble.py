@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 
-from pcourse.report import CommunicationRow, MemoryLedger, RankReport, Report, Span
+from pcourse.report import LATENESS_LIMIT, CommunicationRow, MemoryLedger, RankReport, Report, Span
+
+PROVENANCE = {"wall": "measured", "paced": "paced", "virtual": "predicted"}
 
 
 @dataclass
 class StepRecord:
-    """One step of one rank: its interval, its calls and computes (see `comm`), its loss and gradient norm."""
+    """One step of one rank: its interval, its calls and computes (see `comm`), its loss and gradient norm.
+
+    A paced rank ended `late` seconds after `end`, and had last been on time `since_on_time` seconds before that; both
+    in seconds of the machine that it is paced to.
+    """
 
     start: float
     end: float
@@ -19,6 +26,8 @@ class StepRecord:
     computes: list
     loss: float
     gradient_norm: float
+    late: float = 0.0
+    since_on_time: float = 0.0
 
 
 @dataclass
@@ -32,21 +41,26 @@ class Recording:
     allocator_peak: int | None = None  # bytes, of the memory pass; only a GPU's allocator tells
 
 
-def assemble(recordings, model, parallel, train, *, made_at="", provenance="measured") -> Report:
-    """One Report. The spans, seconds and communication are those of the median step (of an even number, the lower)."""
+def assemble(recordings, model, parallel, train, *, made_at="", clock="wall", machine=None) -> Report:
+    """One Report. The spans, seconds and communication are those of the median step (of an even number, the lower).
+
+    `machine` is whose time the paced or the virtual `clock` kept.
+    """
     steps = list(zip(*(r.steps for r in recordings), strict=True))  # steps[i][rank]
-    times = [max(s.end for s in step) - min(s.start for s in step) for step in steps]
+    times = [max(s.end + s.late for s in step) - min(s.start for s in step) for step in steps]
     median = statistics.median_low(times)
+    if median == 0:
+        raise ValueError(f"nothing in this step takes time on {machine}: give comm.compute its flops, or keep a pace")
     typical = steps[times.index(median)]
-    arrivals = _last_arrivals(typical)
+    arrivals = _last_arrivals(typical, rendezvous=clock == "wall")
     start = min(s.start for s in typical)
     ranks = tuple(
         _rank_report(r, recording.memory, step, start, median, arrivals)
         for r, (recording, step) in enumerate(zip(recordings, typical, strict=True))
     )
     return Report(
-        provenance=provenance,
-        device=recordings[0].device,
+        provenance=PROVENANCE[clock],
+        device=_device(recordings[0].device, clock, machine),
         model=model,
         parallel=parallel,
         train=train,
@@ -58,8 +72,51 @@ def assemble(recordings, model, parallel, train, *, made_at="", provenance="meas
         gradient_norm=tuple(step[0].gradient_norm for step in steps),
         ranks=ranks,
         made_at=made_at,
-        notes=tuple(_notes(recordings)),
+        notes=(*_notes(recordings), *([_lateness_note(typical, machine)] if clock == "paced" else [])),
+        lateness=_lateness(typical) if clock == "paced" else None,
     )
+
+
+def _device(ranks: str, clock: str, machine) -> str:
+    """What stands behind "measured on", "paced to" or "predicted from"."""
+    if clock == "wall":
+        return ranks
+    if clock == "virtual":
+        return f"a run on the virtual clock with {machine}"
+    motion = f", {machine.slow_motion:.4g} times slower" if machine.slow_motion != 1 else ""
+    return f"{machine}{motion}, on {ranks}"
+
+
+def _due(step) -> float:
+    """How long the step was to take."""
+    return max(s.end for s in step) - min(s.start for s in step)
+
+
+def _lateness(step) -> float:
+    """By how much the step ended late. A rank that was late and had time to spare delayed nothing."""
+    return (max(s.end + s.late for s in step) - max(s.end for s in step)) / _due(step)
+
+
+def _lateness_note(step, machine) -> str:
+    """How late the step was, and if that is too late, what would do.
+
+    Since it was last on time, a rank has used `since_on_time` seconds where `since_on_time - late` were due. The same
+    work fits into a motion that many times slower that what is due and the allowance for the whole step make up for it.
+    """
+    late, limit = _lateness(step), f"{100 * LATENESS_LIMIT:g} %"
+    words = f"the step ended {100 * late:,.2f} % after its time"
+    if late <= LATENESS_LIMIT:
+        return f"the paced run is valid: {words}, and {limit} is allowed"
+    allowance = LATENESS_LIMIT * _due(step)
+    factor = max(s.since_on_time / max(s.since_on_time - s.late + allowance, 1e-9) for s in step)
+    would_do = machine.slower(_round_up(1.25 * factor)).pace_text()
+    return f"the paced run is NOT VALID: {words}, and {limit} is allowed; {would_do} would do"
+
+
+def _round_up(x: float) -> float:
+    """To two digits."""
+    unit = 10 ** (math.floor(math.log10(x)) - 1)
+    return math.ceil(x / unit) * unit
 
 
 def _notes(recordings):
@@ -79,12 +136,16 @@ def _quartiles(times, median) -> tuple[float, float]:
     return min(low, median), max(high, median)
 
 
-def _last_arrivals(step) -> dict:
-    """When the last member of each communication entered it: from then on bytes can move."""
+def _last_arrivals(step, rendezvous: bool) -> dict:
+    """When the last member of each communication entered it: from then on bytes can move.
+
+    Unless a send is a `rendezvous`, its bytes move without the receiver.
+    """
     last: dict = defaultdict(float)
     for rank in step:
         for call in rank.calls:
-            last[call.key] = max(last[call.key], call.entered)
+            if rendezvous or call.operation != "recv":
+                last[call.key] = max(last[call.key], call.entered)
     return last
 
 
@@ -123,11 +184,14 @@ def _blocks(call, begin) -> bool:
 
 
 def _compute_spans(step) -> list[Span]:
-    """The computes, with the calls and the other computes made inside them cut out."""
+    """The computes, with the calls and the other computes made inside them cut out.
+
+    They stand in the order of their ends: what is inside one comes before it, even if both take the same time.
+    """
     held = [interval for call in step.calls for interval in _held(call)]
     spans = []
-    for c in step.computes:
-        inner = [(d.start, d.end) for d in step.computes if d is not c and c.start <= d.start and d.end <= c.end]
+    for n, c in enumerate(step.computes):
+        inner = [(d.start, d.end) for d in step.computes[:n] if c.start <= d.start and d.end <= c.end]
         at = c.start
         for begin, end in sorted(held + inner):
             if end <= at or begin >= c.end:

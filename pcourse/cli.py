@@ -20,6 +20,7 @@ from pcourse.course import ROOT, UnknownName, pick
 from pcourse.headless import BROKEN, SOLVED, Verdict, check_notebook
 from pcourse.launch.torchrun import TorchrunWorld
 from pcourse.options import add_config_options, configs_from
+from pcourse.pace import CLOCKS, Pace, machine_of
 from pcourse.progress import Progress
 from pcourse.world import BACKENDS, RankError, World
 
@@ -93,12 +94,16 @@ def run(arguments: argparse.Namespace) -> int:
     model, parallel, train = configs_from(arguments)
     _require_ranks(arguments.ranks, parallel)
     validate(model, parallel, train)
+    pace = None if arguments.pace is None else Pace.parse(arguments.pace)
+    clock = arguments.clock or ("wall" if pace is None else "paced")
+    machine_of(clock, None, pace, parallel)  # refuses what does not go together before torch is loaded
     # Standard output is for the report alone; what a rank may print goes beside it.
     with Progress("measuring") as progress, contextlib.redirect_stdout(sys.stderr):
         from pcourse.train import measure
 
         world = TorchrunWorld.here() or World(parallel.ranks, backend=arguments.backend)
-        report = measure(model, parallel, train, world, progress=progress, timeout=arguments.timeout)
+        kept = {"clock": clock, "pace": pace}
+        report = measure(model, parallel, train, world, **kept, progress=progress, timeout=arguments.timeout)
     if isinstance(world, TorchrunWorld) and world.rank:  # torchrun has started several of us: one speaks
         return 0
     if arguments.json:
@@ -115,6 +120,12 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--ranks", type=int, metavar="N", help="only checked: it must be tp · pp · dp · cp")
     group.add_argument("--backend", choices=BACKENDS, default="auto", help="what carries the messages [auto]")
+    pace = "how long a stage's forward is to last, its backward twice that: 20ms, or 10ms,20ms by stage"
+    group.add_argument("--pace", metavar="T", help=pace)
+    clock = (
+        "what passes: this machine's time, the pace's, or none, the pace's being reckoned [paced if there is a pace]"
+    )
+    group.add_argument("--clock", choices=CLOCKS, help=clock)
     group.add_argument("--timeout", type=_seconds, default=600, metavar="S", help="seconds a run may take [600]")
     group.add_argument("--json", action="store_true", help="write the report as JSON, and nothing else")
 

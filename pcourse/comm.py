@@ -55,10 +55,14 @@ class Comm:
         self.transport, self.axis = transport, axis
         self.rank, self.size, self.device = transport.rank, transport.size, transport.device
         self.recorder = recorder or Recorder(WallClock(self.device))
-        self.clock = self.recorder.clock
         self._act = act or (lambda words: None)
         self.progress = progress or (lambda step, of, **info: None)
         self.generator = torch.Generator(self.device).manual_seed(self.rank)
+
+    @property
+    def clock(self):
+        """The clock that this rank keeps, in all its groups."""
+        return self.recorder.clock
 
     # --- collectives -------------------------------------------------------------------------------------------
 
@@ -210,19 +214,52 @@ class Comm:
             comms[axis] = Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
         return SimpleNamespace(**comms)
 
+    def groups(self, ranks: list[list[int]], axis: str) -> Comm:
+        """This rank's group among `ranks`, which name every rank once. Every rank calls it."""
+        if sorted(r for group in ranks for r in group) != list(range(self.size)):
+            raise ValueError(f"groups {ranks} must name each of {self.size} ranks once")
+        transport = self.transport.subgroup(ranks, axis)
+        return Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
+
+    def duplicate(self) -> Comm:
+        """The same ranks, their messages apart from this group's even where a backend knows no tags. Every rank calls
+        it."""
+        transport = self.transport.duplicate()
+        return Comm(transport, self.axis, recorder=self.recorder, act=self._act, progress=self.progress)
+
     @contextmanager
     def compute(
         self, kind: str, label: str = "", *, micro_batch: int | None = None, flops: float = 0, bytes: float = 0
     ):
-        """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …)."""
+        """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …).
+
+        On a described machine its own part comes last, after the messages and the computes inside it: as long as its
+        `flops`, or a pace for its `kind`, say.
+        """
         piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
         self._act(f"computing {piece.label}")
         try:
             yield
+            self.clock.spend(kind, flops)
+            self.clock.keep_pace()
         finally:
             piece.end = self.clock.now()
             self.recorder.computes.append(piece)
             self._act("computing")
+
+    def start_together(self, warm_up: bool = False) -> None:
+        """A step begins: wait for all ranks, and forget what was recorded before. In a `warm_up` nobody sleeps."""
+        self.barrier()
+        self.clock.start(self.transport, warm_up)
+        self.recorder.take()
+
+    def finish_step(self) -> tuple:
+        """A step ends. Returns a stamp of its end, how late that is, and how long before the rank was last on time."""
+        ended = self.clock.finish()
+        self._act("waiting until its sends are received")
+        self.clock.settle()
+        self._act("computing")
+        return ended
 
     def describe(self) -> str:
         """The devices and what carries the messages, in words."""
@@ -246,6 +283,8 @@ class Comm:
         members = tuple(self.transport.members[r] for r in members)
         nbytes = x.numel() * x.element_size() if operation == "send" else 0
         buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        if operation == "send" and self.clock.buffered:
+            buffer = x.detach().clone(memory_format=torch.contiguous_format)
         key = self.recorder.key(self.axis, members, tag, count_as=operation)
         call = Call(self.axis, key, operation, label, nbytes, nbytes, self.clock.now())
 
@@ -255,18 +294,19 @@ class Comm:
             return x
 
         move = "isend" if operation == "send" else "irecv"
-        return self._carry(call, lambda t: getattr(t, move)(buffer, peer, tag), finish, async_op)
+        return self._carry(call, lambda t: getattr(t, move)(buffer, peer, tag), finish, async_op, peer, tag)
 
-    def _carry(self, call: Call, start, finish, async_op):
+    def _carry(self, call: Call, start, finish, async_op, peer=None, tag=0):
         words = f"{call.operation} number {call.key[-1]} over {call.axis} ({call.payload:,} bytes)"
         self._act(words)
         self.recorder.calls.append(call)
-        work = start(self.transport)
+        work = self.clock.follow(self.transport, call, start(self.transport), peer, tag)
         if not async_op:
             work()
             result = finish()
             call.left = self.clock.now()
             self._act("computing")
+            self.clock.keep_pace()
             return result
         call.left = self.clock.now()
         self._act("computing")
@@ -278,6 +318,7 @@ class Comm:
             result = finish()
             call.wait_left = self.clock.now()
             self._act("computing")
+            self.clock.keep_pace()
             return result
 
         return Handle(wait)

@@ -12,7 +12,8 @@ from numbers import Integral
 LARGEST = 2**31
 LONGEST = 250_000  # bytes of text in one sequence; every installation of Python has more
 ATTENTION = ("explicit", "fused")
-DTYPES = ("float32", "bfloat16", "float64")
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}  # of a number
+DTYPES = tuple(BYTES)
 OPTIMIZERS = ("adamw", "sgd")
 PARTITIONS = ("uniform", "compute", "memory")
 RECOMPUTE = ("none", "selective", "full")
@@ -177,7 +178,7 @@ class TrainConfig:
 
 
 # Every technique joins the list with the code that carries it; until then its only legal value is its default.
-BUILT = frozenset({"tp", "micro_batches"})
+BUILT = frozenset({"tp", "pp", "schedule", "micro_batches", "chunks", "partition"})
 
 
 def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
@@ -210,6 +211,9 @@ def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -
             f"batch={train.batch} sequences cannot fill micro_batches={parallel.micro_batches}; "
             f"micro_batches can be 1 to {train.batch}"
         )
+    from pcourse.parallel.partition import stages_of  # which needs the classes of this file
+
+    stages_of(model, parallel, train)
 
 
 def tp_degrees(model: ModelConfig) -> list[int]:

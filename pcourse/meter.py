@@ -71,7 +71,7 @@ class MemoryMeter(TorchDispatchMode):
         self.claim("parameters", model.parameters())
         self.claim("parameters", model.buffers())
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: self.see(p.grad, "gradients"))
+            p.register_post_accumulate_grad_hook(self._see_gradient)
         optimizer.register_step_post_hook(lambda *_: self.claim("optimizer", optimizer_state(optimizer)))
 
     @contextmanager
@@ -98,6 +98,10 @@ class MemoryMeter(TorchDispatchMode):
 
     def ledger(self) -> MemoryLedger:
         return MemoryLedger(**self._peaks, peak=sum(self._at_peak.values()), at_peak=dict(self._at_peak))
+
+    def _see_gradient(self, parameter) -> None:
+        if parameter.grad is not None:  # autograd also tells of a gradient that has been put off
+            self.see(parameter.grad, "gradients")
 
     def _add(self, category: str, change: int) -> None:
         self.bytes[category] += change

@@ -36,7 +36,7 @@ class Proof:
     gradients: float
     gradient_norm: float
     weights: float
-    parameters: int  # parameter tensors compared on each rank
+    parameters: int  # parameter tensors compared, over all ranks
 
     @property
     def worst(self) -> float:
@@ -118,7 +118,7 @@ def _reference_backward(reference: GPT, model: ModelConfig, train: TrainConfig, 
 
 
 def _largest(parameters, reference: GPT, value) -> float:
-    expected = dict(reference.named_parameters())
+    expected = dict(reference.named_parameters(remove_duplicate=False))  # a tied matrix under both of its names
     differences = []
     for name, p in parameters.items():
         whole = value(expected[name])
@@ -141,4 +141,5 @@ def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _worst(proofs: list[Proof], dtype: str) -> Proof:
     names = ("loss", "gradients", "gradient_norm", "weights")
-    return Proof(dtype, **{n: largest([getattr(p, n) for p in proofs]) for n in names}, parameters=proofs[0].parameters)
+    worst = {name: largest([getattr(proof, name) for proof in proofs]) for name in names}
+    return Proof(dtype, **worst, parameters=sum(proof.parameters for proof in proofs))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from pcourse.clock import WallClock
+from pcourse.clock import LogicalClock, WallClock
 
 STAMPS = frozenset({"entered", "left", "wait_entered", "wait_left", "start", "end"})  # of Call and Compute
 
 
 @dataclass
 class Call:
-    """One communication of one rank. Times are seconds on the machine's clock.
+    """One communication of one rank. Times are seconds on the clock that the Comm keeps.
 
     The rank was held in [entered, left] and, for an asynchronous form, in [wait_entered, wait_left] as well.
     `key` is the same for the members of one communication (group, or pair and tag; how many-th), so that their calls
@@ -34,7 +34,10 @@ class Call:
 
 @dataclass
 class Compute:
-    """One named piece of compute of one rank; the calls made inside it lie within its times."""
+    """One named piece of compute of one rank; the calls made inside it lie within its times.
+
+    `flops` are its own, without those of the computes inside it.
+    """
 
     kind: str
     label: str
@@ -49,7 +52,7 @@ class Compute:
 class Recorder:
     """What one rank did, over all its groups."""
 
-    clock: WallClock
+    clock: WallClock | LogicalClock
     calls: list[Call] = field(default_factory=list)
     computes: list[Compute] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)

@@ -14,6 +14,7 @@ from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
 PROVENANCE = ("measured", "paced", "predicted")
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporary")
 TIME_KINDS = ("compute", "communication", "waiting", "idle")
+LATENESS_LIMIT = 0.01  # share of the step by which a paced run may end late and still stand for what it is paced to
 
 
 def moment_text(iso: str) -> str:
@@ -98,6 +99,10 @@ class Report:
     `step_seconds` is the median of `step_times` (of an even number, the lower of the two in the middle, so that it is a
     step's own), `step_spread` their lower and upper quartile. `loss` (mean per token)
     and `gradient_norm` list the reported steps, warm-up left out.
+
+    Of a paced run, `step_times` are what really passed, divided by the slow motion, while spans and seconds are those
+    of the machine that it is paced to; `lateness` is by how much the median step ended after its time, as a share of
+    what it was to take.
     """
 
     provenance: str
@@ -114,6 +119,12 @@ class Report:
     ranks: tuple[RankReport, ...]
     made_at: str = ""  # ISO 8601, local time
     notes: tuple[str, ...] = ()
+    lateness: float | None = None  # of a paced run only
+
+    @property
+    def valid(self) -> bool:
+        """Whether the numbers stand for what `provenance` says; those of a paced run that is late do not."""
+        return self.lateness is None or self.lateness <= LATENESS_LIMIT
 
     @property
     def source(self) -> str:
@@ -124,7 +135,8 @@ class Report:
     def origin(self) -> str:
         """Where the numbers are from, without the time."""
         words = {"measured": "measured on", "paced": "paced to", "predicted": "predicted from"}[self.provenance]
-        return f"{words} {self.device}"
+        late = "" if self.valid else f", NOT VALID, {100 * self.lateness:,.0f} % late"
+        return f"{words} {self.device}{late}"
 
     def to_dict(self) -> dict:
         return asdict(self)

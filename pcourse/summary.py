@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pcourse.report import CATEGORIES, TIME_KINDS, Report
+from pcourse.report import CATEGORIES, LATENESS_LIMIT, TIME_KINDS, Report
 from pcourse.wording import aligned_text, bytes_text, configuration_text, number_text, seconds_text
 
 
@@ -29,11 +29,20 @@ def _speed(report: Report) -> str:
     spread = f"  (quartiles {seconds_text(low)} to {seconds_text(high)}, {steps} steps)" if steps > 1 else ""
     lines = [
         ("step", f"{seconds_text(report.step_seconds)}{spread}"),
+        *_lateness(report),
         ("speed", f"{number_text(round(report.tokens_per_second))} tokens/s"),
         ("loss", _first_and_last(report.loss)),
         ("gradient norm", _first_and_last(report.gradient_norm)),
     ]
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def _lateness(report: Report) -> list[tuple[str, str]]:
+    if report.lateness is None:
+        return []
+    verdict = "valid" if report.valid else "NOT VALID"
+    words = f"{verdict}: {100 * report.lateness:,.2f} % of the step, {100 * LATENESS_LIMIT:g} % is allowed"
+    return [("lateness", words)]
 
 
 def _first_and_last(values: Sequence[float]) -> str:

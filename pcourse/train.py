@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Sequence
 
 import torch
 
 from pcourse.assemble import Recording, StepRecord, assemble
+from pcourse.clock import described_time
 from pcourse.comm import SCALAR, Comm
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
+from pcourse.cost.cluster import Cluster
 from pcourse.data import batch
-from pcourse.dropout import dropout_seed, seed_dropout
+from pcourse.dropout import dropout_seed
 from pcourse.meter import MemoryMeter
 from pcourse.model import build
-from pcourse.parallel.shard import shard_of
+from pcourse.pace import Pace, machine_of
+from pcourse.parallel.partition import stages_of
+from pcourse.parallel.pipeline import Pipeline
+from pcourse.parallel.shard import is_copy, shard_of
+from pcourse.parallel.stage import Stage
 from pcourse.parallel.tensor import tensor_parallel
 from pcourse.report import MemoryLedger, Report
-from pcourse.split import shard_sizes
+from pcourse.split import shard_range
 from pcourse.world import World
 
 
@@ -34,7 +41,12 @@ class Trainer:
         self.comm, self.config, self.parallel, self.train, self.meter = comm, model, parallel, train, meter
         self.mesh = comm.split(dp=parallel.dp, pp=parallel.pp, cp=parallel.cp, tp=parallel.tp)
         unsplit = build(model, train.seed, comm.device)
-        self.model = tensor_parallel(prepare(unsplit) if prepare else unsplit, self.mesh.tp)
+        unsplit = tensor_parallel(prepare(unsplit) if prepare else unsplit, self.mesh.tp)
+        schedule, parts = stages_of(model, parallel, train)
+        self.model = Stage(unsplit, [parts[schedule.position(self.mesh.pp.rank, c)] for c in range(parallel.chunks)])
+        self.pipeline = Pipeline(self.mesh.pp, schedule, self.model, meter, parallel.tp)
+        m = parallel.micro_batches
+        self.micro_batches = [shard_range(train.batch, m, k) for k in range(m)]
         kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
         self.optimizer = kinds[train.optimizer](
             self.model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay
@@ -52,29 +64,25 @@ class Trainer:
 
     def forward_backward(self, number: int) -> torch.Tensor:
         """Gradients of the batch's mean loss per token, whose micro-batches may differ in size; returns the loss."""
-        total = self.train.batch * self.config.sequence
-        loss, first = 0.0, 0
-        for k, rows in enumerate(shard_sizes(self.train.batch, self.parallel.micro_batches)):
-            tokens, targets = batch(self.config, self.train, number, slice(first, first + rows), self.comm.device)
-            seed_dropout(self.model, dropout_seed(self.train, number), first)
-            with self.comm.compute("forward", micro_batch=k), self._saving():
-                part = self.model.loss(tokens, targets) / total  # by tokens, so that micro-batches weigh as they should
-            with self.comm.compute("backward", micro_batch=k):
-                part.backward()
-            loss, first = loss + part.detach(), first + rows
+
+        def load(rows: range):
+            return batch(self.config, self.train, number, slice(rows.start, rows.stop), self.comm.device)
+
+        tokens = self.train.batch * self.config.sequence
+        loss = self.pipeline.run(self.micro_batches, load, tokens, dropout_seed(self.train, number))
+        self.pipeline.sum_tied()
         return loss
 
     def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the unsplit model's gradient: each shard counts, each replicated parameter counts once."""
-        tp = self.mesh.tp
+        """The 2-norm of the unsplit model's gradient: each shard counts, of each replica and each copy one counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         for p in self.model.parameters():
-            if p.grad is not None and (shard_of(p) is not None or tp.rank == 0):
+            if p.grad is not None and not is_copy(p) and (shard_of(p) is not None or self.mesh.tp.rank == 0):
                 squares += (
                     torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)).double() ** 2
                 )
-        if tp.size > 1:
-            tp.all_reduce(squares, out=squares, label="gradient norm", account=SCALAR)
+        for group in (self.mesh.tp, self.mesh.pp):
+            group.all_reduce(squares, out=squares, label="gradient norm", account=SCALAR)
         return squares.sqrt()
 
     def update(self, norm: torch.Tensor) -> None:
@@ -87,25 +95,22 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _saving(self):
-        return self.meter.saving() if self.meter is not None else contextlib.nullcontext()
-
 
 def time_pass(
     comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, on_step
 ) -> list[StepRecord]:
-    """The warm-up steps, then `train.steps` recorded ones."""
+    """The warm-up steps, then `train.steps` recorded ones, on the clock that `comm` keeps."""
     trainer = Trainer(comm, model, parallel, train)
     records = []
     for number in range(train.warmup + train.steps):
-        comm.barrier()  # the ranks start each step together
-        comm.recorder.take()
+        comm.start_together(warm_up=number < train.warmup)
         start = comm.clock.now()
         loss, norm = trainer.step(number)
-        end = comm.clock.now()
+        end, *late = comm.finish_step()
         calls, computes = comm.recorder.take()
         if number >= train.warmup:
-            records.append(StepRecord(comm.clock.seconds(start), comm.clock.seconds(end), calls, computes, loss, norm))
+            times = comm.clock.seconds(start), comm.clock.seconds(end)
+            records.append(StepRecord(*times, calls, computes, loss, norm, *late))
         on_step()
     return records
 
@@ -124,8 +129,13 @@ def memory_pass(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train:
         return meter.ledger()
 
 
-def record(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> Recording:
-    """The rank program of `measure`. Time and memory take separate passes, so that the one does not spoil the other."""
+def record(
+    comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, machine=None, paced: bool = False
+) -> Recording:
+    """The rank program of `measure`. Time and memory take separate passes, so that the one does not spoil the other.
+
+    The time is that of `machine`, if there is one. Memory does not depend on time, so nobody sleeps for it.
+    """
     done, of = 0, train.warmup + train.steps + 2
 
     def on_step():
@@ -134,7 +144,8 @@ def record(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Trai
         if comm.rank == 0:
             comm.progress(done, of)
 
-    steps = time_pass(comm, model, parallel, train, on_step)
+    with described_time(comm, machine, paced) if machine is not None else contextlib.nullcontext():
+        steps = time_pass(comm, model, parallel, train, on_step)
     ledger = memory_pass(comm, model, parallel, train, on_step)
     allocated = torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None
     return Recording(comm.describe(), steps, ledger, comm.clock.uncertainty, allocated)
@@ -147,10 +158,16 @@ def measure(
     world: World | None = None,
     *,
     clock: str = "wall",
+    cluster: Cluster | None = None,
+    pace: Pace | float | Sequence[float] | None = None,
     progress=None,
     timeout: float = 600,
 ) -> Report:
     """Run this configuration on real ranks and report its time, memory and messages.
+
+    `clock` "wall" takes the time that this machine needs, "paced" lets that of a described machine pass, "virtual" only
+    reckons it. The machine is a `cluster` or a `pace`: seconds of a stage's forward, a number or one per stage, its
+    backward taking twice that, or a Pace.
 
     `world` has `parallel.ranks` ranks; left out, one that fits is made. `progress(step, of)` is called as steps end.
     Runs that measure take turns on a machine. Raises ConfigError, before any process starts, for what cannot run, and
@@ -158,13 +175,14 @@ def measure(
     """
     model, parallel, train = model or ModelConfig(), parallel or ParallelConfig(), train or TrainConfig()
     validate(model, parallel, train)
-    if clock != "wall":
-        raise ConfigError(f"clock={clock!r} is not built yet in this version; clock can be 'wall'")
+    machine = machine_of(clock, cluster, pace, parallel)
     world = world or World(parallel.ranks)
     require_ranks(world, parallel)
     with world.take_turns(_announcer(progress)):
-        recordings = world.run(record, model, parallel, train, timeout=timeout, progress=progress)
-    return assemble(recordings, model, parallel, train, made_at=datetime.datetime.now().isoformat(timespec="seconds"))
+        arguments = model, parallel, train, machine, clock == "paced"
+        recordings = world.run(record, *arguments, timeout=timeout, progress=progress)
+    made_at = datetime.datetime.now().isoformat(timespec="seconds")
+    return assemble(recordings, model, parallel, train, made_at=made_at, clock=clock, machine=machine)
 
 
 def require_ranks(world, parallel: ParallelConfig) -> None:

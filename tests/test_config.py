@@ -31,7 +31,22 @@ def test_a_bad_value_is_refused(make, words):
 @pytest.mark.parametrize(
     "parallel, train, words",
     [
-        (ParallelConfig(pp=2), TrainConfig(), "pp=2 is not built yet in this version; pp can be 1"),
+        (ParallelConfig(dp=2), TrainConfig(), "dp=2 is not built yet in this version; dp can be 1"),
+        (ParallelConfig(pp=9), TrainConfig(), "do not fill pp=9 stages by partition='uniform'; pp can be 1 to 8"),
+        (ParallelConfig(pp=11, partition="memory"), TrainConfig(), "pp can be 1 to 10"),
+        (
+            ParallelConfig(pp=5, schedule="zb-v", chunks=2),
+            TrainConfig(),
+            "8 layers do not fill pp=5 stages of 2 chunks by partition='uniform'; pp can be 1 to 4",
+        ),
+        (ParallelConfig(schedule="2f2b"), TrainConfig(), "schedule='2f2b' is not known; schedule can be naive, gpipe"),
+        (ParallelConfig(pp=2, chunks=2), TrainConfig(), "1f1b has one chunk on each stage, not chunks=2"),
+        (
+            ParallelConfig(pp=4, chunks=2, schedule="interleaved", micro_batches=6),
+            TrainConfig(),
+            "needs micro_batches in whole rounds of 4, not 6; micro_batches can be 4, 8, 12",
+        ),
+        (ParallelConfig(pp=2, schedule="zb-v"), TrainConfig(), "chunks can be 2"),
         (ParallelConfig(zero=1), TrainConfig(), "zero=1 is not built yet"),
         (ParallelConfig(tp=3), TrainConfig(), "8 heads do not split over tp=3; tp can be 1, 2, 4, 8"),
         (ParallelConfig(micro_batches=5), TrainConfig(batch=4), "micro_batches can be 1 to 4"),

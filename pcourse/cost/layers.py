@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pcourse.config import ConfigError, ModelConfig, listed
-from pcourse.cost.communication import BYTES
+from pcourse.config import BYTES, ConfigError, ModelConfig, listed
 
 INDEX = 8  # bytes of a token, a position or a target: int64
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}  # numbers of state for each parameter, in its own dtype

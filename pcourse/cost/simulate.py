@@ -20,11 +20,12 @@ from pcourse.report import Span
 @dataclass(frozen=True)
 class Simulation:
     """What a step of `schedule` takes; times in the unit that went in. `ends[i][n]` is when stage i ends its n-th
-    compute, `durations[i][n]` how long that takes."""
+    compute, `durations[i][n]` how long that takes; `transfer` is what a message took, as `simulate` has it."""
 
     schedule: Schedule
     ends: tuple[tuple[float, ...], ...]
     durations: tuple[tuple[float, ...], ...]
+    transfer: tuple[float, ...]
 
     @cached_property
     def step_seconds(self) -> float:
@@ -134,7 +135,7 @@ def simulate(
         if len(ends[stage]) < len(schedule.orders[stage]):
             stuck = schedule.orders[stage][len(ends[stage])]
             raise ScheduleError(f"stage {stage} waits for ever before {stuck.kind} of micro-batch {stuck.micro_batch}")
-    return Simulation(schedule, tuple(map(tuple, ends)), tuple(map(tuple, durations)))
+    return Simulation(schedule, tuple(map(tuple, ends)), tuple(map(tuple, durations)), tuple(transfer))
 
 
 class _Place:

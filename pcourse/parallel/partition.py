@@ -70,8 +70,13 @@ def partition(
 
 
 def stages_of(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> tuple[Schedule, tuple[Part, ...]]:
-    """The schedule, and which part of the model stands at each of its positions. Raises ConfigError if there is none."""
+    """The schedule, and which part of the model stands at each of its positions. Raises ConfigError for neither."""
     schedule = make_schedule(parallel.schedule, parallel.pp, parallel.micro_batches, parallel.chunks)
+    most, v = model.layers if parallel.partition == "uniform" else model.layers + 2, parallel.chunks
+    if schedule.positions > most:
+        stages = f"pp={parallel.pp} stages" + (f" of {v} chunks" if v > 1 else "")
+        legal = f"pp can be 1 to {most // v}" if most >= v else f"chunks can be 1 to {most}"
+        raise ConfigError(f"{model.layers} layers do not fill {stages} by partition={parallel.partition!r}; {legal}")
     held = [most_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.positions)]
     sequences = -(-train.batch // parallel.micro_batches)  # the largest micro-batch's
     how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer}

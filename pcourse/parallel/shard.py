@@ -30,3 +30,8 @@ def cut(full: nn.Parameter, dim: int, index) -> nn.Parameter:
 def shard_of(parameter) -> Shard | None:
     """The parameter's Shard; None where every rank of the group holds a whole replica."""
     return getattr(parameter, "shard", None)
+
+
+def is_copy(parameter) -> bool:
+    """Whether another pipeline stage holds the same weights, and counts them."""
+    return getattr(parameter, "is_copy", False)

@@ -251,6 +251,9 @@ class ThreadTransport:
         members = tuple(self.members[r] for r in mine)
         return ThreadTransport(self.exchange, mine.index(self.rank), members, f"{self.name}.{name}{self._subgroups}")
 
+    def duplicate(self) -> ThreadTransport:
+        return self  # its tags keep messages apart
+
     def all_reduce(self, x, op):
         return self._join("all_reduce", f"{op} {_shape(x)}", [x], [x], _move_all_reduce(op))
 

@@ -1,0 +1,187 @@
+"""Pipeline parallelism: one rank's part in any schedule.
+
+With the model cut between layers, what crosses a cut is an activation X[b,s,h] forward and its gradient dX[b,s,h]
+backward, for each micro-batch and each direction one message:
+
+    forward     … ─ chunk ─ X ─ send ─► receive ─ X ─ chunk ─ …
+    backward    … ◄ receive ─ dX ◄─ send ─ dX ─ chunk ◄ …
+
+In which order is the schedule's affair (`schedules.py`): `run` does what it says, action by action. Receives are posted
+ahead and sends are asynchronous, so that messages travel while the stage computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from pcourse.comm import SCALAR, Comm
+from pcourse.cost.layers import pieces
+from pcourse.dropout import seed_dropout
+from pcourse.model import DTYPE
+from pcourse.parallel.put_off import PutOff
+from pcourse.parallel.schedules import (
+    ACTIVATION,
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    GRADIENT,
+    RECV_ACTIVATION,
+    RECV_GRADIENT,
+    SEND_ACTIVATION,
+    SEND_GRADIENT,
+    Action,
+    Schedule,
+)
+from pcourse.parallel.stage import Stage
+
+_TAG = {ACTIVATION: 0, GRADIENT: 1}
+
+
+class Pipeline:
+    """This rank's `stage`, and what it does in a step of `schedule` over the ranks of `comm`.
+
+    `meter` is a MemoryMeter that shall know what is kept for backward; `tp` is over how many ranks each layer's work
+    is cut.
+    """
+
+    def __init__(self, comm: Comm, schedule: Schedule, stage: Stage, meter=None, tp: int = 1):
+        self.comm, self.schedule, self.stage, self.meter = comm, schedule, stage, meter
+        self.config = stage.config
+        self.flops = [_flops(part.pieces(pieces(self.config)), tp) for part in stage.parts]
+        self.split_backward = any(action.kind == BACKWARD_INPUT for action in schedule.orders[comm.rank])
+        # One way for each kind of message up the ranks, and one down, so that none holds another up.
+        self.ways = {(what, up): comm.duplicate() for what in _TAG for up in (True, False)}
+        ends = sorted({schedule.holder(0)[0], schedule.holder(schedule.positions - 1)[0]})
+        self.tied = None
+        if self.config.tied and len(ends) == 2:  # the first stage embeds with the matrix, the last one ends with it
+            self.tied = comm.groups([ends, *([i] for i in range(comm.size) if i not in ends)], "tied")
+
+    def run(self, rows: list[range], load: Callable, total: int, dropout_seed: int = 0) -> torch.Tensor:
+        """Add one step's gradients, those of the loss summed over all targets and divided by `total`.
+
+        `rows[k]` are the sequences of micro-batch k, `load(rows[k])` its tokens and targets. Returns the loss, on
+        every rank.
+        """
+        self.rows, self.load, self.total, self.dropout_seed = rows, load, total, dropout_seed
+        dtype = torch.promote_types(DTYPE[self.config.dtype], torch.float32)
+        self.loss = torch.zeros((), dtype=dtype, device=self.comm.device)
+        self.values = {}  # message -> the tensor that this stage has made, or awaits
+        self.graphs, self.put_off = {}, {}  # (micro-batch, chunk) -> what its backward needs, and what that leaves
+        self.under_way = {}  # channel -> the last send on it
+        for action in self.schedule.programs[self.comm.rank]:
+            _DO[action.kind](self, action)
+        for send in self.under_way.values():
+            send.wait()
+        if self.comm.size > 1:
+            self.comm.all_reduce(self.loss, out=self.loss, label="loss", account=SCALAR)
+        return self.loss
+
+    def sum_tied(self) -> None:
+        """The tied matrix's gradient is the sum of both copies', after the last backward: so they stay equal."""
+        if self.tied is not None and self.tied.size > 1:
+            grad = self.stage.tied_weight.grad
+            self.tied.all_reduce(grad, out=grad, label="tied embedding")
+
+    # --- what crosses the cuts ---------------------------------------------------------------------------------
+
+    def _receive(self, action: Action) -> None:
+        """Post the receive of an activation or a gradient; the compute that needs it will wait for it."""
+        message = self.schedule.message(self.comm.rank, action)
+        shape = len(self.rows[action.micro_batch]), self.config.sequence, self.config.hidden
+        buffer = torch.empty(shape, dtype=DTYPE[self.config.dtype], device=self.comm.device)
+        way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
+        self.values[message] = way.irecv(buffer, message.source, tag=tag, label=message.what).wait
+
+    def _send(self, action: Action) -> None:
+        """Start to send what has just been made, once the send before it on this channel is over."""
+        message = self.schedule.message(self.comm.rank, action)
+        if message.channel in self.under_way:
+            self.under_way.pop(message.channel).wait()
+        way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
+        value = self.values.pop(message)
+        self.under_way[message.channel] = way.isend(value, message.target, tag=tag, label=message.what)
+
+    # --- what a stage computes ---------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        k, c = action.micro_batch, action.chunk
+        x, targets = self._input(action), None
+        if self.stage.parts[c].embedding or self.stage.parts[c].head:
+            tokens, targets = self.load(self.rows[k])
+            x = tokens if x is None else x
+        seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
+        with self._compute(action), self._saving(), self._putting_off(k, c):
+            y = self.stage.chunks[c](x, targets)
+            if self.stage.parts[c].head:
+                y = y / self.total  # once, by tokens: so micro-batches weigh as they should, however many there are
+                self.loss += y.detach()
+        self.graphs[k, c] = x, get_gradient_edge(y)  # backward needs no more of y than its place in the graph
+        self._hand_on(action._replace(kind=SEND_ACTIVATION), y.detach())
+
+    def _backward(self, action: Action) -> None:
+        """Both gradients; with PutOff in the forward pass, that of the input and of all but linear weights."""
+        x, y = self.graphs.pop((action.micro_batch, action.chunk))
+        grad = self._take(action._replace(kind=RECV_GRADIENT))
+        with self._compute(action):
+            torch.autograd.backward(y, torch.ones_like(self.loss) if grad is None else grad)
+        self._hand_on(action._replace(kind=SEND_GRADIENT), x.grad)
+
+    def _backward_weight(self, action: Action) -> None:
+        with self._compute(action):
+            self.put_off.pop((action.micro_batch, action.chunk)).compute()
+
+    def _input(self, action: Action):
+        x = self._take(action._replace(kind=RECV_ACTIVATION))
+        return None if x is None else x.requires_grad_()
+
+    def _take(self, action: Action):
+        """The tensor that comes over a cut, waited for if it comes from another stage; None at the model's ends."""
+        message = self.schedule.message(self.comm.rank, action)
+        if message is None:
+            return None
+        value = self.values.pop(message)
+        return value() if callable(value) else value
+
+    def _hand_on(self, action: Action, value) -> None:
+        """Keep what has been made for its send, or for the next chunk if that is on this very stage."""
+        message = self.schedule.message(self.comm.rank, action)
+        if message is not None:
+            self.values[message] = value
+
+    def _saving(self):
+        return self.meter.saving() if self.meter is not None else contextlib.nullcontext()
+
+    def _putting_off(self, k: int, c: int):
+        if not self.split_backward:
+            return contextlib.nullcontext()
+        self.put_off[k, c] = PutOff(self.meter)
+        return self.put_off[k, c]
+
+    def _compute(self, action: Action):
+        kind, k, c = action
+        flops = len(self.rows[k]) * self.flops[c][kind]
+        label = f"chunk {c}" if self.schedule.chunks > 1 else ""
+        return self.comm.compute(kind, label, micro_batch=k, flops=flops)
+
+
+def _flops(held, tp: int) -> dict[str, float]:
+    """What each kind of compute on these pieces takes for one sequence, on each of `tp` ranks."""
+    forward, b, w = (sum(getattr(p, n) for p in held) / tp for n in ("forward", "backward_input", "backward_weight"))
+    return {FORWARD: forward, BACKWARD: b + w, BACKWARD_INPUT: b, BACKWARD_WEIGHT: w}
+
+
+_DO = {
+    FORWARD: Pipeline._forward,
+    BACKWARD: Pipeline._backward,
+    BACKWARD_INPUT: Pipeline._backward,
+    BACKWARD_WEIGHT: Pipeline._backward_weight,
+    RECV_ACTIVATION: Pipeline._receive,
+    RECV_GRADIENT: Pipeline._receive,
+    SEND_ACTIVATION: Pipeline._send,
+    SEND_GRADIENT: Pipeline._send,
+}
