@@ -143,6 +143,14 @@ def test_communication_stands_beside_theory():
     assert "nothing is sent" in communication(a_report(scale=0)).alt
 
 
+def test_theory_may_differ_from_rank_to_rank():
+    report = a_report(ParallelConfig(tp=3))
+    row = {part: getattr(report.ranks[0].communication[0], part) for part in ("calls", "payload", "wire")}
+    key = (report.ranks[0].communication[0].axis, report.ranks[0].communication[0].operation)
+    words = communication(report, [{key: row}, {key: row}, {key: {**row, "calls": 1}}]).alt
+    assert "each of ranks 0–1" in words and "rank 2" in words and "= theory" in words and "≠ 1" in words
+
+
 def test_ranks_that_send_other_bytes_have_rows_of_their_own():
     report = a_report(ParallelConfig(tp=4))
     last = replace(report.ranks[3], communication=(replace(report.ranks[3].communication[0], wire=7),))

@@ -14,17 +14,19 @@ _PARTS = (("calls", number_text), ("payload", bytes_text), ("wire", bytes_text))
 MOST_TIMES = 64  # above, a factor says less than the difference
 
 
-def communication(report: Report, theory: Mapping | None = None) -> Picture:
+def communication(report: Report, theory: Mapping | Sequence[Mapping] | None = None) -> Picture:
     """What a rank sent in one step: calls, payload and wire bytes per axis and operation, and theory beside them.
 
-    `theory` is {(axis, operation): {"calls": …, "payload": …, "wire": …}} for one rank; what it leaves out is not
-    compared. A row that theory has and the run has not is shown with zeros. Ranks with equal rows share them.
+    `theory` is {(axis, operation): {"calls": …, "payload": …, "wire": …}} for every rank, or one such for each; what it
+    leaves out is not compared. A row that theory has and the run has not is shown with zeros. Ranks with equal rows,
+    measured and by theory, share them.
     """
-    expected = {_key(axis, operation): row for (axis, operation), row in (theory or {}).items()}
+    each = theory if isinstance(theory, Sequence) else [theory or {}] * len(report.ranks)
+    expected = [{_key(axis, operation): row for (axis, operation), row in one.items()} for one in each]
     rows = [
-        _row(ranks, row, expected.get(_key(row.axis, row.operation)), theory is not None)
-        for ranks in _alike(report.ranks)
-        for row in _operations(ranks[0], expected)
+        _row(ranks, row, expected[ranks[0].rank].get(_key(row.axis, row.operation)), theory is not None)
+        for ranks in _alike(report.ranks, expected)
+        for row in _operations(ranks[0], expected[ranks[0].rank])
     ]
     if not rows:
         rows = [[Cell(_rank_list(report.ranks), "muted"), "", "nothing is sent", "0", "0 B", "0 B", ""]]
@@ -46,13 +48,18 @@ def _row(ranks: Sequence[RankReport], row, expected: Mapping | None, compare: bo
     return [Cell(_rank_list(ranks), "muted"), row.axis, operation_text(row.operation), *parts, Cell(verdict, tone)]
 
 
-def _alike(ranks: Sequence[RankReport]) -> list[list[RankReport]]:
-    """The ranks, in groups that made the same calls with the same bytes."""
-    groups: dict[tuple, list[RankReport]] = {}
+def _alike(ranks: Sequence[RankReport], expected: Sequence[Mapping]) -> list[list[RankReport]]:
+    """The ranks, in groups that made the same calls with the same bytes, and of which theory expects the same."""
+    groups: list[tuple[tuple, list[RankReport]]] = []
     for rank in ranks:
-        key = tuple((r.axis, r.operation, r.calls, r.payload, r.wire) for r in rank.communication)
-        groups.setdefault(key, []).append(rank)
-    return list(groups.values())
+        measured = [(r.axis, r.operation, r.calls, r.payload, r.wire) for r in rank.communication]
+        key = measured, expected[rank.rank]
+        alike = next((members for other, members in groups if other == key), None)
+        if alike is None:
+            groups.append((key, [rank]))
+        else:
+            alike.append(rank)
+    return [members for _, members in groups]
 
 
 def _rank_list(ranks: Sequence[RankReport]) -> str:
