@@ -6,35 +6,28 @@ from itertools import product
 
 import pytest
 
+from pcourse.cost import published
+from pcourse.cost.published import GPIPE, ZERO_BUBBLE, speed_up
 from pcourse.cost.simulate import simulate
 from pcourse.parallel.schedule_check import ScheduleError
 from pcourse.parallel.schedules import make_schedule
 
-# Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241: table 9 (profiled, ms), and table 5 from it.
-ZERO_BUBBLE = {
-    # model, p, m: (TF, TB, TW, Tcomm), (1F1B, ZB-H1, ZB-H2)
-    ("1.5B", 8, 24): ((18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083)),
-    ("1.5B", 8, 32): ((18.513, 18.086, 9.331, 0.626), (0.1985, 0.1242, 0.0837)),
-    ("6.2B", 8, 24): ((29.718, 29.444, 19.927, 0.527), (0.2347, 0.1323, 0.0698)),
-    ("6.2B", 8, 32): ((29.802, 29.428, 19.53, 0.577), (0.1898, 0.1045, 0.0559)),
-    ("14.6B", 16, 48): ((11.347, 11.248, 8.132, 0.377), (0.2552, 0.1397, 0.0672)),
-    ("14.6B", 16, 64): ((11.307, 11.254, 8.101, 0.379), (0.2082, 0.1088, 0.0516)),
-    ("14.6B", 16, 128): ((11.325, 11.308, 8.109, 0.378), (0.1251, 0.0576, 0.0266)),
-}
+
+@pytest.mark.parametrize("row", ZERO_BUBBLE, ids=lambda row: f"{row.model}-{row.micro_batches}")
+def test_zero_bubble_table_5_from_table_9(row):
+    assert {name: round(bubble, 4) for name, bubble in row.simulated().items()} == row.bubbles
 
 
-@pytest.mark.parametrize("case", ZERO_BUBBLE, ids=str)
-def test_zero_bubble_table_5_from_table_9(case):
-    (_, p, m), (times, published) = case, ZERO_BUBBLE[case]
-    bubbles = [simulate(make_schedule(name, p, m), *times).bubble for name in ("1f1b", "zb-h1", "zb-h2")]
-    assert [round(bubble, 4) for bubble in bubbles] == list(published)
+@pytest.mark.parametrize("stages", GPIPE)
+def test_gpipe_table_2_at_32_micro_batches(stages):
+    """What the authors measured is up to 7 % (to a digit) slower than a schedule without messages."""
+    assert -0.075 < GPIPE[stages] / speed_up(stages) - 1 < 0
 
 
-@pytest.mark.parametrize(("stages", "published"), [(2, 1.8), (4, 3.4), (8, 6.3)])
-def test_gpipe_table_2_at_32_micro_batches(stages, published):
-    """Transformer, speed over one accelerator (Huang et al., arXiv:1811.06965): 7 % or so above."""
-    step = simulate(make_schedule("gpipe", stages, 32), 1, 1, 1).step_seconds
-    assert 1 < (32 * 3 * stages / step) / published < 1.08
+def test_the_published_tables_are_printed(capsys):
+    published.main()
+    words = capsys.readouterr().out
+    assert "0.2431 | 0.2431" in words and "0.0266 | 0.0266" in words and "6.56 | 6.3" in words
 
 
 @pytest.mark.parametrize(("p", "m"), list(product((1, 2, 3, 4, 8), (1, 2, 4, 8, 32))))

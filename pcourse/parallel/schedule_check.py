@@ -77,11 +77,10 @@ def _check_whole(schedule: Schedule, stage: int) -> None:
         done.add(action)
     for c in range(schedule.chunks):
         for k in range(schedule.micro_batches):
-            for kinds in ((FORWARD,), (BACKWARD, BACKWARD_WEIGHT)):
-                if not any(Action(kind, k, c) in done for kind in kinds):
-                    raise ScheduleError(
-                        f"stage {stage}: micro-batch {k}{_chunk(schedule, c)} has no {' or '.join(kinds)}"
-                    )
+            split = Action(BACKWARD_INPUT, k, c) in done
+            for kind in (FORWARD, BACKWARD_WEIGHT if split else BACKWARD):
+                if Action(kind, k, c) not in done:
+                    raise ScheduleError(f"stage {stage}: micro-batch {k}{_chunk(schedule, c)} has no {kind}")
 
 
 def _missing_beside(schedule: Schedule, stage: int, action: Action, done: set[Action]) -> Action | None:

@@ -173,11 +173,13 @@ def _deadlock_words(waiting: dict[int, Posted], gone: set[int], pending: set[Pos
         f"rank {rank} waits in {waiting[rank]}" if rank in waiting else f"rank {rank} has returned"
         for rank in sorted(waiting.keys() | gone)
     )
-    return f"deadlock: {doing}. {_why(waiting, pending)}"
+    return f"deadlock: {doing}. {_why(waiting, gone, pending)}"
 
 
-def _why(waiting: dict[int, Posted], pending: set[Posted]) -> str:
+def _why(waiting: dict[int, Posted], gone: set[int], pending: set[Posted]) -> str:
     first = next((waiting[rank] for rank in sorted(waiting) if waiting[rank].operation != "send"), None)
+    if lost := [send for send in waiting.values() if send.operation == "send" and send.peer in gone]:
+        return f"Nobody receives what rank {lost[0].rank} sends: rank {lost[0].peer} has ended without a receive for it"
     if first is None:
         rule = "a send returns only when its message has been received, and nobody has posted a receive"
         return f"All of them send first: {rule}. Post the send with isend, then receive, then wait()"
