@@ -170,15 +170,16 @@ def measure(
     backward taking twice that, or a Pace.
 
     `world` has `parallel.ranks` ranks; left out, one that fits is made. `progress(step, of)` is called as steps end.
-    Runs that measure take turns on a machine. Raises ConfigError, before any process starts, for what cannot run, and
-    RankError where a rank fails.
+    Runs that take real time take turns on a machine. Raises ConfigError, before any process starts, for what cannot
+    run, and RankError where a rank fails.
     """
     model, parallel, train = model or ModelConfig(), parallel or ParallelConfig(), train or TrainConfig()
     validate(model, parallel, train)
     machine = machine_of(clock, cluster, pace, parallel)
     world = world or World(parallel.ranks)
     require_ranks(world, parallel)
-    with world.take_turns(_announcer(progress)):
+    turn = contextlib.nullcontext() if clock == "virtual" else world.take_turns(_announcer(progress))
+    with turn:
         arguments = model, parallel, train, machine, clock == "paced"
         recordings = world.run(record, *arguments, timeout=timeout, progress=progress)
     made_at = datetime.datetime.now().isoformat(timespec="seconds")

@@ -46,11 +46,11 @@ def _three_digits(value: float) -> str:
 
 def configuration_text(report: Report) -> str:
     """What was run, in one line: every way in which it was split, then the sizes."""
-    model, train = report.model, report.train
+    model, parallel, train = report.model, report.parallel, report.train
     split = [
-        f"{field.name}={getattr(report.parallel, field.name)}"
+        f"{field.name}={getattr(parallel, field.name)}"
         for field in fields(ParallelConfig)
-        if getattr(report.parallel, field.name) != field.default
+        if getattr(parallel, field.name) != field.default or (field.name == "schedule" and parallel.pp > 1)
     ]
     sizes = f"{_count(model.layers, 'layer')}, hidden {number_text(model.hidden)}, {_count(model.heads, 'head')}"
     work = f"{_count(train.batch, 'sequence')} of {model.sequence}"

@@ -66,10 +66,10 @@ def test_1f1b_reads_as_in_the_papers():
 
 
 def test_messages_stand_where_they_must():
-    """A receive is posted one compute ahead of the compute that needs it; a send follows what makes it."""
+    """A receive is posted three computes ahead of the compute that needs it; a send follows what makes it."""
     first, last = make_schedule("1f1b", 2, 3).programs
-    assert " ".join(map(str, first)) == "F0 sx0 rg0 F1 sx1 B0 rg1 F2 sx2 rg2 B1 B2"
-    assert " ".join(map(str, last)) == "rx0 F0 rx1 B0 sg0 F1 rx2 B1 sg1 F2 B2 sg2"
+    assert " ".join(map(str, first)) == "rg0 F0 sx0 rg1 F1 sx1 rg2 B0 F2 sx2 B1 B2"
+    assert " ".join(map(str, last)) == "rx0 rx1 F0 rx2 B0 sg0 F1 B1 sg1 F2 B2 sg2"
 
 
 def test_placement_goes_round_or_back():

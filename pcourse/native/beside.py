@@ -1,4 +1,4 @@
-"""Our tensor parallelism and DTensor's side by side in one run: time, messages, memory."""
+"""A split of ours and the same split through PyTorch's own classes, side by side in one run: time, messages, memory."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import contextlib
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from pcourse.comm import Comm
 from pcourse.config import ModelConfig, TrainConfig
-from pcourse.data import batch
 from pcourse.meter import MemoryMeter
-from pcourse.model import GPT, build
 from pcourse.native.paired import Ratio, interleave, ratio
-from pcourse.native.tensor import dtensor_loss, dtensor_parallel
-from pcourse.parallel.tensor import tensor_parallel
+from pcourse.native.tensor import tensor_sides
+
+CARRIED = tuple(f"{backend}:{call}" for backend in ("gloo", "nccl") for call in ("all_reduce", "send"))
 
 
 @dataclass(frozen=True)
 class Beside:
-    """One training step, ours and DTensor's, in one run. Pairs are (ours, DTensor's)."""
+    """One training step, ours and PyTorch's, in one run, as one rank saw it. Pairs are (ours, PyTorch's)."""
 
     times: list[tuple[float, float]]  # seconds, pair by pair
     peak: tuple[int, int]  # bytes
-    messages: tuple[Counter, Counter]  # {elements of an all-reduce as it reaches the backend: calls}
+    messages: tuple[Counter, Counter]  # {elements of an all-reduce or a send as it reaches the backend: calls}
     loss_difference: float  # of the first step
     device: str
 
@@ -36,7 +36,7 @@ class Beside:
 
     @property
     def sent(self) -> list[int]:
-        """Elements that a step all-reduces."""
+        """Elements that a step all-reduces or sends."""
         return [sum(size * calls for size, calls in counted.items()) for counted in self.messages]
 
     @property
@@ -51,16 +51,15 @@ class Beside:
         return "not the messages: compute"
 
 
-def beside(comm: Comm, model: ModelConfig, train: TrainConfig, pairs: int = 20) -> Beside:
-    """A rank program: time both steps in turn, then count the messages and the peak memory of each by itself."""
-    tokens, targets = batch(model, train, 0, device=comm.device)
+def beside(
+    comm: Comm, model: ModelConfig, train: TrainConfig, pairs: int = 20, sides: Callable = tensor_sides
+) -> Beside:
+    """A rank program: time both steps in turn, then count the messages and the peak memory of each by itself.
 
-    def ours():
-        return _stepper(tensor_parallel(build(model, device=comm.device), comm), our_loss, tokens, targets, train)
-
-    def theirs():
-        return _stepper(dtensor_parallel(build(model, device=comm.device), comm), dtensor_loss, tokens, targets, train)
-
+    `sides(comm, model, train)` tells how to make ours and PyTorch's. Each of the two, called, gives a model that is
+    newly split, and the function that leaves the gradients of a batch on its parameters and returns the loss.
+    """
+    ours, theirs = ((lambda make=make: _stepper(*make(), train)) for make in sides(comm, model, train))
     loss_difference = abs(ours()() - theirs()())
     times = interleave(comm, ours(), theirs(), pairs)
     messages = tuple(_messages(make()) for make in (ours, theirs))
@@ -68,18 +67,11 @@ def beside(comm: Comm, model: ModelConfig, train: TrainConfig, pairs: int = 20) 
     return Beside(times, peak, messages, loss_difference, comm.describe())
 
 
-def our_loss(model: GPT, tokens, targets) -> torch.Tensor:
-    """Forward and backward of the mean loss per token, as `dtensor_loss`."""
-    loss = model.loss(tokens, targets) / targets.numel()
-    loss.backward()
-    return loss.detach()
-
-
-def _stepper(model: GPT, loss_backward, tokens, targets, train: TrainConfig):
+def _stepper(model: torch.nn.Module, forward_backward: Callable, train: TrainConfig) -> Callable:
     adam = torch.optim.AdamW(model.parameters(), lr=train.learning_rate)
 
     def step() -> float:
-        loss = loss_backward(model, tokens, targets)
+        loss = forward_backward()
         adam.step()
         adam.zero_grad()
         return loss.item()
@@ -88,11 +80,11 @@ def _stepper(model: GPT, loss_backward, tokens, targets, train: TrainConfig):
 
 
 def _messages(step) -> Counter:
-    """The all-reduces of one step, counted where the backend takes them."""
+    """The messages of one step, counted where the backend takes them."""
     step()
     with _silence(), torch.autograd.profiler.profile(use_kineto=False, record_shapes=True) as profile:
         step()
-    taken = [e for e in profile.function_events if e.name in ("gloo:all_reduce", "nccl:all_reduce")]
+    taken = [e for e in profile.function_events if e.name in CARRIED]
     return Counter(math.prod(shape) for e in taken for shape in e.input_shapes)
 
 

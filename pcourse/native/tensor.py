@@ -9,7 +9,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from pcourse.comm import Comm
-from pcourse.model import GPT, Attention
+from pcourse.config import ModelConfig, TrainConfig
+from pcourse.data import batch
+from pcourse.model import GPT, Attention, build
+from pcourse.parallel.tensor import tensor_parallel
 from pcourse.split import shard_range
 
 
@@ -49,6 +52,27 @@ def dtensor_loss(model: GPT, tokens, targets) -> torch.Tensor:
         loss = model.loss(tokens, targets) / targets.numel()
         loss.backward()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
+
+
+def tensor_sides(comm: Comm, model: ModelConfig, train: TrainConfig):
+    """What `beside` takes turns with: ours and DTensor's, on the same tokens."""
+    tokens, targets = batch(model, train, 0, device=comm.device)
+
+    def ours():
+        split = tensor_parallel(build(model, device=comm.device), comm)
+        return split, lambda: _our_loss(split, tokens, targets)
+
+    def theirs():
+        split = dtensor_parallel(build(model, device=comm.device), comm)
+        return split, lambda: dtensor_loss(split, tokens, targets)
+
+    return ours, theirs
+
+
+def _our_loss(model: GPT, tokens, targets) -> torch.Tensor:
+    loss = model.loss(tokens, targets) / targets.numel()
+    loss.backward()
+    return loss.detach()
 
 
 def grouped_rows(attention: Attention, ranks: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -52,6 +53,7 @@ class Pipeline:
     def __init__(self, comm: Comm, schedule: Schedule, stage: Stage, meter=None, tp: int = 1):
         self.comm, self.schedule, self.stage, self.meter = comm, schedule, stage, meter
         self.config = stage.config
+        self.message = cache(partial(schedule.message, comm.rank))
         self.flops = [_flops(part.pieces(pieces(self.config)), tp) for part in stage.parts]
         self.split_backward = any(action.kind == BACKWARD_INPUT for action in schedule.orders[comm.rank])
         # One way for each kind of message up the ranks, and one down, so that none holds another up.
@@ -91,7 +93,7 @@ class Pipeline:
 
     def _receive(self, action: Action) -> None:
         """Post the receive of an activation or a gradient; the compute that needs it will wait for it."""
-        message = self.schedule.message(self.comm.rank, action)
+        message = self.message(action)
         shape = len(self.rows[action.micro_batch]), self.config.sequence, self.config.hidden
         buffer = torch.empty(shape, dtype=DTYPE[self.config.dtype], device=self.comm.device)
         way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
@@ -99,7 +101,7 @@ class Pipeline:
 
     def _send(self, action: Action) -> None:
         """Start to send what has just been made, once the send before it on this channel is over."""
-        message = self.schedule.message(self.comm.rank, action)
+        message = self.message(action)
         if message.channel in self.under_way:
             self.under_way.pop(message.channel).wait()
         way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
@@ -114,7 +116,8 @@ class Pipeline:
         if self.stage.parts[c].embedding or self.stage.parts[c].head:
             tokens, targets = self.load(self.rows[k])
             x = tokens if x is None else x
-        seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
+        if self.config.dropout:
+            seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
         with self._compute(action), self._saving(), self._putting_off(k, c):
             y = self.stage.chunks[c](x, targets)
             if self.stage.parts[c].head:
@@ -141,7 +144,7 @@ class Pipeline:
 
     def _take(self, action: Action):
         """The tensor that comes over a cut, waited for if it comes from another stage; None at the model's ends."""
-        message = self.schedule.message(self.comm.rank, action)
+        message = self.message(action)
         if message is None:
             return None
         value = self.values.pop(message)
@@ -149,7 +152,7 @@ class Pipeline:
 
     def _hand_on(self, action: Action, value) -> None:
         """Keep what has been made for its send, or for the next chunk if that is on this very stage."""
-        message = self.schedule.message(self.comm.rank, action)
+        message = self.message(action)
         if message is not None:
             self.values[message] = value
 

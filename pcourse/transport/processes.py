@@ -24,6 +24,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class TorchTransport:
     """One rank's way to the others of its group, over a torch.distributed process group."""
 
+    groups_made = 0  # by this rank, the first one left out
+
     def __init__(self, group, rank: int, members: tuple[int, ...], device: torch.device, backend: str):
         self.group, self.rank, self.members = group, rank, members
         self.device, self.backend, self.size = device, backend, len(members)
@@ -63,8 +65,23 @@ class TorchTransport:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         members = tuple(self.members[r] for r in ranks)
         # Only its members create a group: the ranks outside may be in another split, or in none.
-        group = dist.new_group(list(members), use_local_synchronization=True) if len(members) > 1 else None
+        self._number_alike()
+        group = None
+        if len(members) > 1:
+            group = self._new_group(list(members))
         return TorchTransport(group, ranks.index(self.rank), members, self.device, self.backend)
+
+    def _number_alike(self) -> None:
+        """torch names a group by its members and by how many groups they have made, which must be one number: whoever
+        was in fewer splits than the others makes up for it."""
+        made = torch.tensor([TorchTransport.groups_made], device=self.device)
+        self.all_reduce(made, "max")()
+        for _ in range(made.item() - TorchTransport.groups_made):
+            self._new_group([self.members[self.rank]])
+
+    def _new_group(self, ranks: list[int]):
+        TorchTransport.groups_made += 1
+        return dist.new_group(ranks, use_local_synchronization=True)
 
     def duplicate(self) -> TorchTransport:
         """NCCL knows no tags, and moves what a pair sends within one group in order: traffic that is to overtake other
