@@ -134,6 +134,23 @@ def test_a_split_inside_one_group_alone(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_were_in_different_splits_still_find_each_other(backend):
+    """torch names a group by how many its members have made before."""
+
+    def program(comm):
+        ends = comm.groups([[0, 3], [1], [2]], "ends")
+        mesh = comm.split(a=2, b=2)
+        if mesh.a.rank == 0:
+            mesh.b.split(c=2)
+        again = comm.split(d=2, e=2)
+        mine = torch.tensor([10.0**comm.rank])
+        return ends.size, mesh.a.all_reduce(mine).item(), again.d.all_reduce(mine).item()
+
+    results = World(4, backend).run(program, timeout=30)
+    assert results == [(2, 101, 101), (1, 1010, 1010), (1, 101, 101), (2, 1010, 1010)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_out_may_share_the_input_s_memory(backend):
     def program(comm):
         a = torch.arange(4.0).view(2, 2) + comm.rank

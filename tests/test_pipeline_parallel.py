@@ -67,6 +67,7 @@ def test_parity_with_tensor_parallelism_and_dropout(name):
         ("zb-h1", 3, {}),
         ("zb-h2", 2, {"tp": 2, "partition": "compute"}),
         ("zb-v", 3, {}),
+        ("1f1b", 3, {"tp": 2}),
     ],
 )
 def test_parity_on_processes(name, p, more):
@@ -227,6 +228,12 @@ def test_both_copies_of_a_tied_matrix_stay_equal_bit_for_bit():
     first, middle, last = World(3, "gloo").run(program)
     assert middle is None
     assert torch.equal(first, last)
+
+
+def test_three_stages_of_two_ranks_run_twice_in_one_world():
+    """The time pass and the memory pass both split the world, and only the ends share the tied matrix."""
+    report = measure(TINY, configuration("1f1b", 3, 3, tp=2), TrainConfig(batch=3, steps=1, warmup=0), timeout=30)
+    assert len(report.ranks) == 6
 
 
 def test_the_loss_is_known_on_every_rank():

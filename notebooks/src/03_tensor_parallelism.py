@@ -534,4 +534,4 @@ claims["A51"].score(
 # of the same parameter.
 # </details>
 #
-# **Next**, in a later version of the course: cutting *between* layers instead of through them.
+# **Next**: [04 Cutting into stages](04_cutting_into_stages.ipynb), *between* layers instead of through them.
