@@ -52,7 +52,7 @@ def assemble(recordings, model, parallel, train, *, made_at="", clock="wall", ma
     if median == 0:
         raise ValueError(f"nothing in this step takes time on {machine}: give comm.compute its flops, or keep a pace")
     typical = steps[times.index(median)]
-    arrivals = _last_arrivals(typical, rendezvous=clock == "wall")
+    arrivals = _last_arrivals(typical, rendezvous=machine is None)
     start = min(s.start for s in typical)
     ranks = tuple(
         _rank_report(r, recording.memory, step, start, median, arrivals)

@@ -80,8 +80,8 @@ class LogicalClock:
 
     buffered = True  # a send is over when its bytes have left, as long as the link is free
 
-    def __init__(self, machine, rank: int, wall: WallClock, paced: bool):
-        self.machine, self.rank, self.wall, self.paced = machine, rank, wall, paced
+    def __init__(self, machine, rank: int, wall: WallClock, paced: bool, sleep=time.sleep):
+        self.machine, self.rank, self.wall, self.paced, self._sleep = machine, rank, wall, paced, sleep
         self.due = 0.0
         self._anchor = 0.0  # the real time of due = 0
         self._sleeps = False  # before the first step
@@ -89,10 +89,6 @@ class LogicalClock:
         self._latest = {}  # members -> their latest collective
         self._outbox = []  # what waits for sends to be received
         self._begin()
-
-    @property
-    def uncertainty(self) -> float:
-        return self.wall.uncertainty
 
     def now(self) -> float:
         return self.due
@@ -170,9 +166,8 @@ class LogicalClock:
         """Paced: sleep until `due` has come for real."""
         if not self._sleeps:
             return
-        early = self._deadline() - self._real()
-        if early > 0:
-            time.sleep(early)
+        while (early := self._deadline() - self._real()) > 0:
+            self._sleep(early)
             self._on_time = self.due
         if self._timed:
             late = max(0.0, self._real() - self._deadline()) / self.machine.slow_motion
@@ -229,7 +224,8 @@ def described_time(comm, machine, paced: bool):
     """Inside, `comm` and all that are split from it keep the time of `machine`, a Cluster or PacedRanks; every rank
     enters together."""
     wall = comm.clock
-    comm.recorder.clock = LogicalClock(machine, comm.transport.members[comm.rank], wall, paced)
+    rank = comm.transport.members[comm.rank]
+    comm.recorder.clock = LogicalClock(machine, rank, wall, paced, comm.transport.sleep)
     try:
         comm.start_together()
         yield

@@ -211,21 +211,22 @@ class Comm:
         for position, (axis, degree) in enumerate(axes.items()):
             groups = grid.movedim(position, -1).reshape(-1, degree).tolist()
             transport = self.transport if degree == self.size else self.transport.subgroup(groups, axis)
-            comms[axis] = Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
+            comms[axis] = self._over(transport, axis)
         return SimpleNamespace(**comms)
 
     def groups(self, ranks: list[list[int]], axis: str) -> Comm:
         """This rank's group among `ranks`, which name every rank once. Every rank calls it."""
         if sorted(r for group in ranks for r in group) != list(range(self.size)):
             raise ValueError(f"groups {ranks} must name each of {self.size} ranks once")
-        transport = self.transport.subgroup(ranks, axis)
-        return Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
+        return self._over(self.transport.subgroup(ranks, axis), axis)
 
     def duplicate(self) -> Comm:
         """The same ranks, their messages apart from this group's even where a backend knows no tags. Every rank calls
         it."""
-        transport = self.transport.duplicate()
-        return Comm(transport, self.axis, recorder=self.recorder, act=self._act, progress=self.progress)
+        return self._over(self.transport.duplicate(), self.axis)
+
+    def _over(self, transport, axis: str) -> Comm:
+        return Comm(transport, axis, recorder=self.recorder, act=self._act, progress=self.progress)
 
     @contextmanager
     def compute(
@@ -237,7 +238,7 @@ class Comm:
         `flops`, or a pace for its `kind`, say.
         """
         piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
-        self._act(f"computing {piece.label}")
+        self._act(f"computing {kind}" + (f", {label}" if label not in ("", kind) else ""))
         try:
             yield
             self.clock.spend(kind, flops)
@@ -282,9 +283,10 @@ class Comm:
         members = (self.rank, peer) if operation == "send" else (peer, self.rank)
         members = tuple(self.transport.members[r] for r in members)
         nbytes = x.numel() * x.element_size() if operation == "send" else 0
-        buffer = x.detach() if x.is_contiguous() else x.detach().contiguous()
         if operation == "send" and self.clock.buffered:
             buffer = x.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            buffer = x.detach().contiguous()
         key = self.recorder.key(self.axis, members, tag, count_as=operation)
         call = Call(self.axis, key, operation, label, nbytes, nbytes, self.clock.now())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, fields, replace
-from numbers import Integral
+from numbers import Integral, Real
 
 LARGEST = 2**31
 LONGEST = 250_000  # bytes of text in one sequence; every installation of Python has more
@@ -55,10 +55,11 @@ def _require_one_of(config, name: str, legal) -> None:
 
 def _require_number(config, name: str, least: float, below: float | None = None) -> None:
     value = getattr(config, name)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not least <= value or (below is not None and not value < below):
         limit = f"at least {least:g}" + (f" and below {below:g}" if below is not None else "")
         raise ConfigError(f"{name}={value!r} must be a number, {limit}")
+    object.__setattr__(config, name, value if isinstance(value, (int, float)) else float(value))
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class ParallelConfig:
     @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.dp * self.cp
+
+    def stage_of(self, rank: int) -> int:
+        """The pipeline stage of `rank`: the ranks count along tp first, then cp, pp and dp."""
+        return rank // (self.cp * self.tp) % self.pp
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from numbers import Real
 
 from pcourse.config import ConfigError, ParallelConfig
 from pcourse.cost.cluster import Cluster
+from pcourse.cost.simulate import link_between
 
 CLOCKS = ("wall", "paced", "virtual")
+SHORTEST, LONGEST = 1e-9, 1_000_000  # seconds that a pace can ask for
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -62,16 +64,9 @@ class Pace:
         return kinds.get(kind, 0.0)
 
     def transfer_seconds(self, stage_a: int, stage_b: int, stages: int) -> float:
-        """Seconds of a message between two stages; 0 within a stage, and between stages that are not neighbours.
-
-        Of two stages, which are neighbours on both sides, it is the first link that counts.
-        """
-        for here, there in ((stage_a, stage_b), (stage_b, stage_a)):
-            if here + 1 == there:
-                return _at(self.transfer, here)
-        if {stage_a, stage_b} == {0, stages - 1} and stages > 1:
-            return _at(self.transfer, stages - 1)
-        return 0.0
+        """Seconds of a message between two stages; 0 within a stage, and between stages that are not neighbours."""
+        link = link_between(stage_a, stage_b, stages)
+        return 0.0 if link is None else _at(self.transfer, link)
 
     def slower(self, factor: float) -> Pace:
         """The same pace in slower motion."""
@@ -97,15 +92,13 @@ class PacedRanks:
     parallel: ParallelConfig
     slow_motion = 1.0  # a pace says what is really to pass
 
-    def stage(self, rank: int) -> int:
-        return rank // (self.parallel.cp * self.parallel.tp) % self.parallel.pp
-
     def compute_seconds(self, flops: float, kind: str, rank: int) -> float:
-        return self.pace.seconds(kind, self.stage(rank), self.parallel.chunks)
+        return self.pace.seconds(kind, self.parallel.stage_of(rank), self.parallel.chunks)
 
     def transfer_seconds(self, sender: int, receiver: int, nbytes: float) -> tuple[float, float]:
         """A message occupies no link, so that the simulator, which knows of none, agrees to the last bit."""
-        return 0.0, self.pace.transfer_seconds(self.stage(sender), self.stage(receiver), self.parallel.pp)
+        stages = self.parallel.stage_of(sender), self.parallel.stage_of(receiver)
+        return 0.0, self.pace.transfer_seconds(*stages, self.parallel.pp)
 
     def collective_seconds(self, operation: str, wire_bytes: float, members: tuple[int, ...]) -> float:
         return 0.0
@@ -155,9 +148,9 @@ def _number_or_tuple(name: str, value, zero: bool):
     numbers = tuple(value) if several else (value,)
     for number in numbers or (value,):
         real = isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
-        if not real or number < 0 or (number == 0 and not zero):
-            limit = "0 or more" if zero else "above 0"
-            raise ConfigError(f"{name}={value!r} of a pace must be finite seconds, {limit}, or a list of one per stage")
+        if not real or not (SHORTEST <= number <= LONGEST or (zero and number == 0)):
+            limit = f"{SHORTEST:g} to {LONGEST:,}" + (", or 0" if zero else "")
+            raise ConfigError(f"{name}={value!r} of a pace must be seconds, {limit}, or a list of one per stage")
     return tuple(map(float, numbers)) if several else float(value)
 
 

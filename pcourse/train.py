@@ -43,7 +43,7 @@ class Trainer:
         unsplit = build(model, train.seed, comm.device)
         unsplit = tensor_parallel(prepare(unsplit) if prepare else unsplit, self.mesh.tp)
         schedule, parts = stages_of(model, parallel, train)
-        self.model = Stage(unsplit, [parts[schedule.position(self.mesh.pp.rank, c)] for c in range(parallel.chunks)])
+        self.model = Stage(unsplit, [parts[place] for place in schedule.places(self.mesh.pp.rank)])
         self.pipeline = Pipeline(self.mesh.pp, schedule, self.model, meter, parallel.tp)
         m = parallel.micro_batches
         self.micro_batches = [shard_range(train.batch, m, k) for k in range(m)]
@@ -187,6 +187,8 @@ def measure(
 
 
 def require_ranks(world, parallel: ParallelConfig) -> None:
+    if not hasattr(world, "run"):
+        raise ConfigError(f"world={world!r} must be a World, or left out")
     if world.size != parallel.ranks:
         raise ConfigError(f"this world has {world.size} ranks and the configuration needs {parallel.ranks}")
 

@@ -2,23 +2,23 @@
 
 import json
 import math
+import threading
+import time
 
 import pytest
 import torch
 
 from pcourse import cli
 from pcourse.assemble import Recording, StepRecord, assemble
-from pcourse.clock import WallClock, described_time
+from pcourse.clock import LogicalClock, WallClock, described_time
 from pcourse.comm import thread_comms
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.cluster import Cluster, Link
-from pcourse.cost.simulate import simulate
 from pcourse.pace import Pace, PacedRanks, machine_of
-from pcourse.parallel.schedules import make_schedule
 from pcourse.report import MemoryLedger, Report
 from pcourse.summary import summary
 from pcourse.train import measure
-from pcourse.world import World
+from pcourse.world import RunCancelled, World
 
 BACKENDS = ["threads", "gloo"]
 MODEL = ModelConfig(layers=4, hidden=32, heads=4, sequence=16)
@@ -72,13 +72,13 @@ def test_messages_take_the_time_of_the_link_between_neighbours():
 
 def test_ranks_of_a_stage_share_its_pace():
     ranks = ranks_at([0.01, 0.02], tp=2, pp=2, dp=2)
-    assert [ranks.stage(r) for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [ranks.parallel.stage_of(r) for r in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert ranks.compute_seconds(1e9, "forward", rank=6) == 0.02
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, True, "20ms", [], [0.1, 0], None])
 def test_a_pace_that_is_no_time_is_refused(value):
-    with pytest.raises(ConfigError, match="forward=.* must be finite seconds, above 0"):
+    with pytest.raises(ConfigError, match="forward=.* must be seconds, 1e-09 to 1,000,000"):
         Pace(value, 0.1, 0.1)
 
 
@@ -289,17 +289,36 @@ def test_a_virtual_step_on_a_cluster():
     assert "two nodes (" in report.source
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)])
-def test_virtual_clock_and_simulator_agree_to_the_last_bit(schedule, chunks):
-    pace = Pace((0.013, 0.017), (0.011, 0.019), 0.007, transfer=0.003)
-    parallel = ParallelConfig(pp=2, schedule=schedule, micro_batches=4, chunks=chunks)
-    report = measure(MODEL, parallel, TRAIN, World(2, "threads"), clock="virtual", pace=pace)
-    made = make_schedule(schedule, stages=2, micro_batches=4, chunks=chunks)
-    expected = simulate(made, pace.forward, pace.backward_input, pace.backward_weight, pace.transfer)
-    assert report.step_seconds == expected.step_seconds
-    for rank, spans in zip(report.ranks, expected.spans, strict=True):
-        computes = [span for span in rank.spans if span.kind.startswith(("forward", "backward"))]
-        assert [(s.kind, s.micro_batch, s.end) for s in computes] == [(s.kind, s.micro_batch, s.end) for s in spans]
+def test_a_paced_rank_sleeps_to_its_deadline_and_owns_up_to_what_it_overslept(monkeypatch):
+    """With a clock on the wall that only sleep moves: three computes of 1 s, the second woken 0.4 s late."""
+    now, naps = [100.0], iter([(1, 0), (0.5, 0), (1, 0), (0.5, 0), (1, 0.4), (0.5, 0), (1, 0)])
+    monkeypatch.setattr("pcourse.clock.time.perf_counter", lambda: now[0])
+
+    def sleep(seconds):  # as long as it is told, half as long, or longer
+        share, more = next(naps)
+        now[0] += share * seconds + more
+
+    clock = LogicalClock(ranks_at(1.0), 0, WallClock(torch.device("cpu")), True, sleep)
+    (comm,), _ = thread_comms(1)
+    clock.start(comm.transport)
+    begun = now[0]
+    for number, passed in ((1, 1.0), (2, 2.4), (3, 3.0)):
+        clock.spend("forward", 0)
+        clock.keep_pace()
+        assert now[0] - begun == pytest.approx(passed), "never before its time, and what was late is made good"
+        assert clock.due == number
+        assert clock.finish()[1] == pytest.approx(passed - number)
+
+
+@pytest.mark.parametrize("ended_by", ["cancel", "close"])
+def test_a_paced_thread_ends_in_its_sleep(ended_by):
+    world = World(2, "threads")
+    timer = threading.Timer(0.5, getattr(world, ended_by))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(RunCancelled) as ended:
+        measure(MODEL, ParallelConfig(pp=2, micro_batches=2), TRAIN, world, clock="paced", pace=600.0)
+    assert time.monotonic() - begun < 20 and "cannot be ended" not in str(ended.value)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -358,10 +377,12 @@ def test_a_rank_that_sleeps_is_not_taken_for_stuck(monkeypatch):
     """While it sleeps its act is that of a rank that waits for nobody (launch/acts.py)."""
     acts, asleep = [], []
     (comm,), _ = thread_comms(1, acts=[acts.append])
-    monkeypatch.setattr("pcourse.clock.time.sleep", lambda seconds: asleep.append(acts[-1] if acts else "computing"))
-    with described_time(comm, ranks_at(5.0), paced=True), comm.compute("forward"):
+    monkeypatch.setattr(
+        comm.transport, "sleep", lambda seconds: (asleep.append(acts[-1] if acts else "computing"), time.sleep(seconds))
+    )
+    with described_time(comm, ranks_at(0.05), paced=True), comm.compute("forward"):
         pass
-    assert len(asleep) == 2 and all(act.startswith("computing") for act in asleep)
+    assert len(asleep) >= 2 and all(act.startswith("computing") for act in asleep)
 
 
 # --- the command line --------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Pipeline parallelism equals the unsplit model for every schedule, and sends and holds what theory says."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,9 +15,9 @@ from pcourse.cost.layers import pieces
 from pcourse.data import batch
 from pcourse.model import build
 from pcourse.parallel.partition import stages_of
-from pcourse.parallel.pipeline import Pipeline
+from pcourse.parallel.pipeline import Pipeline, TiedGradients
 from pcourse.parallel.put_off import PutOff
-from pcourse.parallel.schedule_check import in_flight
+from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import SCHEDULES
 from pcourse.parallel.stage import Stage
 from pcourse.proof import prove
@@ -134,9 +136,9 @@ def test_activations_in_flight_to_the_byte(name):
             for c in range(schedule.chunks)
         ]
         if schedule.chunks == 1:
-            assert rank.memory.activations == held[0] * in_flight(schedule, stage)
+            assert rank.memory.activations == held[0] * peak_in_flight(schedule, stage)
         elif stage == 1:  # with equal chunks: neither embedding nor head
-            assert rank.memory.activations == sum(held) * in_flight(schedule, stage)
+            assert rank.memory.activations == sum(held) * peak_in_flight(schedule, stage)
 
 
 def test_zero_bubble_keeps_what_its_weight_gradients_need():
@@ -287,9 +289,46 @@ def test_weight_gradients_that_are_put_off_are_the_same():
         torch.testing.assert_close(p.grad, grad)
 
 
+def test_whole_and_split_backwards_can_be_mixed(monkeypatch):
+    def mixed(*settings):
+        schedule, parts = stages_of(*settings)
+        orders = []
+        for order in schedule.orders:
+            halves = [[a] if a.micro_batch else [a._replace(kind="backward-input"), a._replace(kind="backward-weight")]
+                      if a.kind == "backward" else [a] for a in order]  # fmt: skip
+            orders.append(tuple(a for half in halves for a in half))
+        return replace(schedule, orders=tuple(orders)), parts
+
+    monkeypatch.setattr("pcourse.train.stages_of", mixed)
+    assert (proof := prove(TINY, configuration("1f1b", 2, 3), TrainConfig(batch=5))).holds, proof
+
+
+def test_a_failed_pass_leaves_nothing_behind():
+    layer = torch.nn.Linear(3, 3)
+    with PutOff() as put_off:
+        y = layer(layer(torch.randn(2, 3, requires_grad=True))[:, :3].sin()).sum()
+    y.backward()
+    gone = [weakref.ref(put_off), weakref.ref(layer)]
+    del y, layer, put_off
+    gc.collect()
+    assert all(ref() is None for ref in gone)
+
+
+def test_a_frozen_stage_and_a_frozen_tied_matrix():
+    def program(comm):
+        trainer = Trainer(comm, TINY, configuration("1f1b", 2, 2), TrainConfig(batch=2))
+        for p in trainer.model.parameters():
+            p.requires_grad_(comm.rank == 1 and p is not trainer.model.tied_weight)
+        trainer.forward_backward(0)
+        return [p.grad is not None for p in trainer.model.parameters()]
+
+    frozen, trained = World(2, "threads").run(program)
+    assert not any(frozen) and any(trained)
+
+
 def test_the_proof_can_fail(monkeypatch):
     """A tied matrix whose two gradients are not summed is seen in the gradients, not in the loss."""
-    monkeypatch.setattr(Pipeline, "sum_tied", lambda self: None)
+    monkeypatch.setattr(TiedGradients, "__call__", lambda self: None)
     proof = prove(TINY, configuration("1f1b", 2, 2))
     assert not proof.holds
     assert proof.loss < 1e-12

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from pcourse.config import ConfigError
-from pcourse.parallel.schedule_check import ScheduleError, check_schedule, in_flight
+from pcourse.parallel.schedule_check import ScheduleError, check_schedule, peak_in_flight
 from pcourse.parallel.schedules import SCHEDULES, Action, make_schedule
 
 
@@ -40,9 +40,9 @@ def test_every_size_is_whole_in_order_and_free_of_deadlock(name):
             checked += 1
             if name != "zb-v":
                 expected = [theory_in_flight(name, p, m, v, i) for i in range(p)]
-                assert [in_flight(schedule, i) for i in range(p)] == pytest.approx(expected), (p, m, v)
+                assert [peak_in_flight(schedule, i) for i in range(p)] == pytest.approx(expected), (p, m, v)
             else:  # balanced, and no more than 1F1B's fullest
-                assert max(in_flight(schedule, i) for i in range(p)) == min(m, p)
+                assert max(peak_in_flight(schedule, i) for i in range(p)) == min(m, p)
         else:
             with pytest.raises(ConfigError):
                 make_schedule(name, p, m, v)
@@ -51,7 +51,9 @@ def test_every_size_is_whole_in_order_and_free_of_deadlock(name):
 
 def test_interleaved_holds_what_korthikanti_says_on_the_first_stage():
     for p, v in product((2, 4, 8), (2, 3, 4)):
-        assert in_flight(make_schedule("interleaved", p, 4 * p, v), 0) == pytest.approx(p * (1 + (p - 1) / (p * v)))
+        assert peak_in_flight(make_schedule("interleaved", p, 4 * p, v), 0) == pytest.approx(
+            p * (1 + (p - 1) / (p * v))
+        )
 
 
 def test_one_chunk_interleaved_is_1f1b():

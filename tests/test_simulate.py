@@ -1,5 +1,6 @@
 """The simulator against closed forms, and against what papers print."""
 
+import pickle
 import time
 from dataclasses import replace
 from itertools import product
@@ -10,7 +11,7 @@ from pcourse.cost import published
 from pcourse.cost.published import GPIPE, ZERO_BUBBLE, speed_up
 from pcourse.cost.simulate import simulate
 from pcourse.parallel.schedule_check import ScheduleError
-from pcourse.parallel.schedules import make_schedule
+from pcourse.parallel.schedules import Action, make_schedule
 
 
 @pytest.mark.parametrize("row", ZERO_BUBBLE, ids=lambda row: f"{row.model}-{row.micro_batches}")
@@ -71,7 +72,7 @@ def test_the_slowest_stage_sets_the_pace():
 
 
 def test_a_transfer_costs_twice_a_cut_and_more_in_the_steady_state():
-    """Forward and back, 2(p-1) transfers fill and drain; 1F1B then waits for one each way in every round of p."""
+    """2(p-1) transfers fill and drain; in the steady state each round of p micro-batches waits for 2(p-1) more."""
     p, m, c = 4, 16, 0.1
     gpipe = simulate(make_schedule("gpipe", p, m), 1, 1, 1, c).step_seconds
     assert gpipe == pytest.approx((m + p - 1) * 3 + 2 * (p - 1) * c)
@@ -99,10 +100,27 @@ def test_64_stages_and_512_micro_batches_take_less_than_a_moment():
     assert time.process_time() - start < 3  # 0.6 s alone on a core: a guard against a slower kind of algorithm
 
 
-@pytest.mark.parametrize("times", [(1, 1, -1), (1, 1, [1, 1]), (1, 1, float("nan")), (1, 1, 1, [1, 2])])
+@pytest.mark.parametrize(
+    "times",
+    [(1, 1, -1), (1, 1, [1, 1]), (1, 1, float("nan")), (1, 1, 1, [1, 2]), (1, 1, "123"), (1, None, 1), (1, 1, 10**400)],
+)
 def test_impossible_times_are_refused(times):
     with pytest.raises(ValueError, match="one number, or one for each of 3 stages"):
         simulate(make_schedule("1f1b", 3, 3), *times)
+
+
+def test_an_equal_schedule_takes_as_long():
+    """Of kinds that are spelt the same, not the same objects: as a learner writes them, or as they come from a file."""
+    for name in ("1f1b", "zb-h1"):
+        schedule = make_schedule(name, 3, 4)
+        assert simulate(pickle.loads(pickle.dumps(schedule)), 1, 2, 3) == simulate(schedule, 1, 2, 3)
+
+
+def test_a_schedule_that_is_none_is_told():
+    good = make_schedule("1f1b", 2, 2)
+    for orders, words in ((good.orders[:1], "orders for 1 stages"), ((good.orders[0], (Action("sleep", 0),)), "sleep")):
+        with pytest.raises(ScheduleError, match=words):
+            simulate(replace(good, orders=orders), 1, 1, 1)
 
 
 def test_a_deadlock_is_told():

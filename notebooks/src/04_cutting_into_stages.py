@@ -466,10 +466,10 @@ assert min(weighs.values()) < 1 < max(weighs.values())
 # A chunk is the model between two cuts. A message leaves as soon as it is made and arrives while the stage computes.
 
 # %%
-from pcourse.parallel.pipeline import Pipeline
+from pcourse.parallel.pipeline import Pipeline, TiedGradients
 from pcourse.parallel.stage import Chunk
 
-show_source(Chunk, Pipeline._receive, Pipeline._send, Pipeline.sum_tied)
+show_source(Chunk, Pipeline._receive, Pipeline._send, TiedGradients)
 
 # %% [markdown]
 # ## Prove it
@@ -504,7 +504,7 @@ def loses_a_layer(*settings):
 faults = {
     "the layer before the cut is on no stage": ("pcourse.train.stages_of", loses_a_layer),
     "the two copies' gradients are not summed": (
-        "pcourse.parallel.pipeline.Pipeline.sum_tied", lambda self: None),
+        "pcourse.parallel.pipeline.TiedGradients.__call__", lambda self: None),
     "the norm counts both copies": ("pcourse.train.is_copy", lambda parameter: False),
 }  # fmt: skip
 betrayed = {}

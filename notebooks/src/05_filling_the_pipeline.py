@@ -91,12 +91,12 @@ def both(model, parallel, train, **how):
 # %% tags=["answer"]
 from pcourse.cost.stage_times import schedule_of
 from pcourse.lab.table import table
-from pcourse.parallel.schedule_check import in_flight
+from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.report import TIME_KINDS
 
 
 def stages(report):
-    held = [in_flight(schedule_of(report), stage) for stage in range(report.parallel.pp)]
+    held = [peak_in_flight(schedule_of(report), stage) for stage in range(report.parallel.pp)]
     rows = [
         [f"stage {rank.rank}", *(seconds_text(rank.seconds[kind]) for kind in TIME_KINDS)]
         + [bytes_text(rank.memory.activations), f"{n:g}"]

@@ -23,8 +23,8 @@ from pcourse.cost.layers import Piece, pieces
 from pcourse.lab.check import Scoreboard, check
 from pcourse.lab.plots import Picture
 from pcourse.lab.plots import partition as partition_picture
-from pcourse.parallel.partition import Part
 from pcourse.parallel.partition import partition as cut_by
+from pcourse.parallel.partition import parts_of
 from pcourse.wording import bytes_text, number_text
 
 PARAMETER = 16  # bytes: itself, its gradient and AdamW's two numbers, in float32
@@ -511,8 +511,7 @@ def look(function) -> Picture | None:
     if got is None:
         print("It says that no cut fits within 32 MiB. Does it?")
         return None
-    head = model.layers + 1
-    mine = tuple(Part(0 in run, range(max(run.start, 1) - 1, min(run.stop, head) - 1), head in run) for run in got)
+    mine = parts_of(got, model)
     rules = {rule: cut_by(model, 4, rule, in_flight=case.in_flight) for rule in ("compute", "memory")}
     for rule, parts in {**rules, "yours": mine}.items():
         flops = [sum(piece.flops for piece in part.pieces(case.row)) for part in parts]

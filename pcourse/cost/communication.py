@@ -21,23 +21,21 @@ def communication(model: ModelConfig, parallel: ParallelConfig, train: TrainConf
     many backward (Narayanan et al. 2021, section 3.2). A tied matrix is all-reduced between the two ends once a step.
     """
     schedule, parts = stages_of(model, parallel, train)
-    stage = rank // (parallel.cp * parallel.tp) % parallel.pp
-    positions = [schedule.position(stage, c) for c in range(parallel.chunks)]
+    stage = parallel.stage_of(rank)
     rows: dict = defaultdict(lambda: {"calls": 0, "payload": 0, "wire": 0})
     width = BYTES[model.dtype]
     for b in shard_sizes(train.batch, parallel.micro_batches):
         tokens = b * model.sequence
-        for position in positions:
+        for position in schedule.places(stage):
             for size, elements in _tensor_parallel(model, parts[position], tokens, width):
                 _add_all_reduce(rows, "tp", elements, size, parallel.tp, rank % parallel.tp)
             for neighbour in (position - 1, position + 1):  # to each it sends, and from each it gets, one message
-                if 0 <= neighbour < schedule.positions and schedule.holder(neighbour)[0] != stage:
+                if 0 <= neighbour < schedule.parts and schedule.holder(neighbour)[0] != stage:
                     _add(rows, "pp", "send", tokens * model.hidden * width, tokens * model.hidden * width)
                     _add(rows, "pp", "recv", 0, 0)
-    ends = sorted({schedule.holder(0)[0], schedule.holder(schedule.positions - 1)[0]})
-    if model.tied and len(ends) == 2 and stage in ends:
+    if model.tied and len(schedule.ends) == 2 and stage in schedule.ends:
         elements = shard_sizes(model.vocab, parallel.tp)[rank % parallel.tp] * model.hidden
-        _add_all_reduce(rows, "tied", elements, width, 2, ends.index(stage))
+        _add_all_reduce(rows, "tied", elements, width, 2, schedule.ends.index(stage))
     return dict(rows)
 
 

@@ -8,24 +8,50 @@ is split, when the input gradient is done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 
-from pcourse.parallel.schedule_check import ScheduleError, in_flight
+from pcourse.parallel.schedule_check import ScheduleError, check_schedule, peak_in_flight
 from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 from pcourse.report import Span
+
+LARGEST = 1e150  # of a time: sums of such are finite
+
+
+def bubble_of_step(busy: Sequence[float], step: float) -> float:
+    """1 - mean busy/step: the share of the wall clock that the stages do not compute."""
+    return 1 - sum(busy) / len(busy) / step if step else 0.0
+
+
+def bubble_of_ideal(busy: Sequence[float], step: float) -> float:
+    """step/ideal - 1, where the ideal is what the busiest stage computes: (p-1)/m for GPipe and 1F1B on even stages."""
+    return step / max(busy) - 1 if max(busy) else 0.0
+
+
+def link_between(stage_a: int, stage_b: int, stages: int) -> int | None:
+    """Which link joins two stages: link i joins stage i and i + 1, the last one the last stage and the first.
+
+    None within a stage, and between stages that are not neighbours. Of two stages it is link 0 that counts.
+    """
+    low, high = sorted((stage_a, stage_b))
+    if high == low + 1:
+        return low
+    return high if (low, high) == (0, stages - 1) and stages > 1 else None
 
 
 @dataclass(frozen=True)
 class Simulation:
     """What a step of `schedule` takes; times in the unit that went in. `ends[i][n]` is when stage i ends its n-th
-    compute, `durations[i][n]` how long that takes; `transfer` is what a message took, as `simulate` has it."""
+    compute, `durations[i][n]` how long that takes; `transfer` is what a message took, as `simulate` has it. `source`
+    says where the times are from, if that is known."""
 
     schedule: Schedule
     ends: tuple[tuple[float, ...], ...]
     durations: tuple[tuple[float, ...], ...]
     transfer: tuple[float, ...]
+    source: str = ""
 
     @cached_property
     def step_seconds(self) -> float:
@@ -47,18 +73,16 @@ class Simulation:
 
     @property
     def bubble_of_step(self) -> float:
-        """1 - mean busy/step: the share of the wall clock that the stages do not compute."""
-        return 1 - sum(self.busy) / len(self.busy) / self.step_seconds if self.step_seconds else 0.0
+        return bubble_of_step(self.busy, self.step_seconds)
 
     @property
     def bubble_of_ideal(self) -> float:
-        """(step - ideal)/ideal, where the ideal is what the busiest stage computes: (p-1)/m if all are alike."""
-        return self.step_seconds / max(self.busy) - 1 if max(self.busy) else 0.0
+        return bubble_of_ideal(self.busy, self.step_seconds)
 
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
         """Each stage's most micro-batches held at once, a chunk counting 1/v, until their weight gradient is done."""
-        return tuple(in_flight(self.schedule, stage) for stage in range(self.schedule.stages))
+        return tuple(peak_in_flight(self.schedule, stage) for stage in range(self.schedule.stages))
 
     @cached_property
     def spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -84,9 +108,9 @@ def simulate(
 
     A stage's times are those of all its chunks together; a chunk takes 1/v. `transfer` i is what a message takes
     between stages i and i + 1 (mod p), either way. Raises ValueError for times that are not such, ScheduleError where
-    the stages wait for each other for ever.
+    the schedule is not one, or its stages wait for each other for ever.
     """
-    p, v, m = schedule.stages, schedule.chunks, schedule.micro_batches
+    p, v = schedule.stages, schedule.chunks
     f, b, w = (
         [t / v for t in _per_stage(name, times, p)]
         for name, times in (
@@ -94,43 +118,33 @@ def simulate(
         )
     )  # fmt: skip
     transfer = _per_stage("transfer", transfer, p)
-    # One slot for each result that another compute may need: position·m + micro-batch, forwards first.
-    backwards = schedule.positions * m
-    made: list[float | None] = [None] * (2 * backwards)
-    ends: list[list[float]] = [[] for _ in range(p)]
-    durations: list[list[float]] = [[] for _ in range(p)]
-    waiting: dict[int, int] = {}  # slot -> the stage that has come to a halt for it
-    runnable = list(range(p))
-    while runnable:
-        stage = runnable.pop()
-        order, ended, spent = schedule.orders[stage], ends[stage], durations[stage]
-        kinds = {FORWARD: f[stage], BACKWARD: b[stage] + w[stage], BACKWARD_INPUT: b[stage], BACKWARD_WEIGHT: w[stage]}
-        places = [_Place(schedule, stage, c, transfer) for c in range(v)]
-        now = ended[-1] if ended else 0.0
-        for n in range(len(ended), len(order)):
-            kind, k, c = order[n]
-            took, place = kinds[kind], places[c]
-            if kind is not BACKWARD_WEIGHT:
-                onward = kind is FORWARD
-                needed = place.forward_needs if onward else place.backward_needs
-                if needed is not None:
-                    slot = needed * m + k + (0 if onward else backwards)
-                    there = made[slot]
-                    if there is None:
-                        waiting[slot] = stage
-                        break
-                    there += place.forward_transfer if onward else place.backward_transfer
-                    if there > now:
-                        now = there
-                now += took
-                slot = place.position * m + k + (0 if onward else backwards)
-                made[slot] = now
-                if slot in waiting:
-                    runnable.append(waiting.pop(slot))
-            else:
-                now += took
-            ended.append(now)
-            spent.append(took)
+    made: dict = {}  # (forward?, position, micro-batch) -> when its result is there
+    ends, durations = [[] for _ in range(p)], [[] for _ in range(p)]
+
+    def walk(stage: int) -> Iterator[tuple]:
+        """Do all that `stage` does, into `ends` and `durations`; yield what it waits for whenever it has to wait."""
+        lasts = {FORWARD: f[stage], BACKWARD: b[stage] + w[stage], BACKWARD_INPUT: b[stage], BACKWARD_WEIGHT: w[stage]}
+        needs = _needs(schedule, stage, transfer)
+        places = schedule.places(stage)
+        now = 0.0
+        for kind, k, c in schedule.orders[stage]:
+            onward = kind == FORWARD
+            source, travels = needs[kind, c]
+            if source is not None:
+                while (there := made.get((onward, source, k))) is None:
+                    yield onward, source, k
+                now = max(now, there + travels)
+            now += lasts[kind]
+            if kind != BACKWARD_WEIGHT:
+                made[onward, places[c], k] = now
+            ends[stage].append(now)
+            durations[stage].append(lasts[kind])
+
+    try:
+        _run_all([walk(stage) for stage in range(p)], made)
+    except (IndexError, KeyError):  # an action that there cannot be
+        check_schedule(schedule)
+        raise
     for stage in range(p):
         if len(ends[stage]) < len(schedule.orders[stage]):
             stuck = schedule.orders[stage][len(ends[stage])]
@@ -138,30 +152,34 @@ def simulate(
     return Simulation(schedule, tuple(map(tuple, ends)), tuple(map(tuple, durations)), tuple(transfer))
 
 
-class _Place:
-    """Where a chunk stands: whose results it needs, and how long they travel."""
-
-    def __init__(self, schedule: Schedule, stage: int, chunk: int, transfer: list[float]):
-        self.position = schedule.position(stage, chunk)
-        first, last = self.position == 0, self.position == schedule.positions - 1
-        self.forward_needs = None if first else self.position - 1
-        self.backward_needs = None if last else self.position + 1
-        self.forward_transfer = 0.0 if first else _link(schedule, stage, self.position - 1, transfer)
-        self.backward_transfer = 0.0 if last else _link(schedule, stage, self.position + 1, transfer)
+def _run_all(walks: list[Iterator], made: dict) -> None:
+    """Let each walk go as far as it can, and again those that got what they were waiting for."""
+    runnable, waiting = list(walks), {}
+    while runnable:
+        for walk in runnable:
+            if (slot := next(walk, None)) is not None:
+                waiting.setdefault(slot, []).append(walk)
+        runnable = [walk for slot in [slot for slot in waiting if slot in made] for walk in waiting.pop(slot)]
 
 
-def _link(schedule: Schedule, stage: int, position: int, transfer: list[float]) -> float:
-    """What a message takes between `stage` and the stage at `position`."""
-    other = schedule.holder(position)[0]
-    if other == stage:
-        return 0.0
-    # Neighbours share link min(i, j); the last stage and the first share the last link, unless they are neighbours.
-    low, high = sorted((stage, other))
-    return transfer[low] if high == low + 1 else transfer[high]
+def _needs(schedule: Schedule, stage: int, transfer: list[float]) -> dict:
+    """(kind, chunk) -> the position whose result such a compute needs, and how long that travels."""
+    needs = {}
+    for c in range(schedule.chunks):
+        here = schedule.position(stage, c)
+        for kind, source in ((FORWARD, here - 1), (BACKWARD, here + 1), (BACKWARD_INPUT, here + 1)):
+            if 0 <= source < schedule.parts:
+                link = link_between(stage, schedule.holder(source)[0], schedule.stages)
+                needs[kind, c] = source, 0.0 if link is None else transfer[link]
+            else:
+                needs[kind, c] = None, 0.0
+        needs[BACKWARD_WEIGHT, c] = None, 0.0
+    return needs
 
 
 def _per_stage(name: str, times, p: int) -> list[float]:
-    times = [float(times)] * p if isinstance(times, (int, float)) else [float(t) for t in times]
-    if len(times) != p or not all(0 <= t < float("inf") for t in times):
-        raise ValueError(f"{name}={times} must be times of 0 or more: one number, or one for each of {p} stages")
-    return times
+    several = list(times) if isinstance(times, (list, tuple)) or getattr(times, "ndim", 0) == 1 else [times] * p
+    real = all(isinstance(t, Real) and not isinstance(t, bool) and 0 <= t <= LARGEST for t in several)
+    if len(several) != p or not real:
+        raise ValueError(f"{name}={times!r} must be times of 0 or more: one number, or one for each of {p} stages")
+    return [float(t) for t in several]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 
 from pcourse.cost.simulate import Simulation, simulate
@@ -26,20 +26,13 @@ _PART_OF = {
 }
 
 
-@dataclass(frozen=True)
-class Resimulation(Simulation):
-    """A Simulation in seconds; `source` says whose times went in."""
-
-    source: str = ""
-
-
-def resimulate(report: Report) -> Resimulation:
-    """The report's own schedule, walked with the `stage_times` of the report."""
+def resimulate(report: Report) -> Simulation:
+    """The report's own schedule, walked with the `stage_times` of the report, in seconds."""
     times = stage_times(report)
     walk = simulate(schedule_of(report), **times)
     messages = f"messages of {seconds_text(times['transfer'])}" if times["transfer"] else "messages that take no time"
     source = f"predicted from stage times {report.source}, and {messages}"
-    return Resimulation(walk.schedule, walk.ends, walk.durations, walk.transfer, source)
+    return replace(walk, source=source)
 
 
 def stage_times(report: Report) -> dict:
@@ -63,8 +56,8 @@ def stage_times(report: Report) -> dict:
 
 def stage_ranks(report: Report) -> list[RankReport]:
     """The first rank of each stage: along tp and cp, and of the first replica."""
-    width = report.parallel.cp * report.parallel.tp
-    return [report.ranks[stage * width] for stage in range(report.parallel.pp)]
+    stages = [report.parallel.stage_of(rank.rank) for rank in report.ranks]
+    return [report.ranks[stages.index(stage)] for stage in range(report.parallel.pp)]
 
 
 def schedule_of(report: Report) -> Schedule:

@@ -12,7 +12,7 @@ from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.data import batch
 from pcourse.model import DTYPE, build
 from pcourse.parallel.partition import stages_of
-from pcourse.parallel.pipeline import Pipeline
+from pcourse.parallel.pipeline import TiedGradients
 from pcourse.parallel.stage import Chunk, Stage
 from pcourse.train import Trainer
 
@@ -50,9 +50,9 @@ class TorchPipeline:
         token_loss, tokens = unsplit.token_loss, train.batch * model.sequence
         unsplit.token_loss = _NoLoss()
         ours, parts = stages_of(model, parallel, train)
-        places = [ours.position(comm.rank, c) for c in range(parallel.chunks)]
+        places = ours.places(comm.rank)
         self.model = Stage(unsplit, [parts[place] for place in places])
-        self.sum_tied = Pipeline(comm, ours, self.model).sum_tied
+        self.sum_tied = TiedGradients(comm, ours, self.model)
         rows = train.batch // parallel.micro_batches
         stages = [
             pipelining.PipelineStage(chunk, place, len(parts), comm.device, *_shapes(chunk, model, rows))
@@ -129,6 +129,11 @@ def _require(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Tr
         raise ConfigError(
             f"torch wants micro-batches of one size: micro_batches={parallel.micro_batches} must divide "
             f"batch={train.batch}"
+        )
+    if parallel.schedule == "1f1b" and parallel.micro_batches < parallel.pp:
+        raise ConfigError(
+            f"torch's 1F1B wants as many micro-batches as stages: micro_batches={parallel.micro_batches} must be "
+            f"{parallel.pp} or more"
         )
     if model.dropout:
         raise ConfigError(

@@ -13,8 +13,8 @@ from operator import add
 
 from pcourse.config import PARTITIONS, ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed
 from pcourse.cost.layers import Piece, model_states, pieces
-from pcourse.parallel.schedule_check import in_flight as most_in_flight
-from pcourse.parallel.schedules import Schedule, make_schedule
+from pcourse.parallel.schedule_check import peak_in_flight
+from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
 
 
 @dataclass(frozen=True)
@@ -57,30 +57,56 @@ def partition(
     """
     _require(model, parts, rule, in_flight)
     if rule == "uniform":
-        return _parts(_uniform(model.layers, parts), model)
+        return parts_of(_uniform(model.layers, parts), model)
     each = pieces(model, sequences)
     if rule == "compute":
-        return _parts(balance([piece.flops for piece in each], parts), model)
+        return parts_of(balance([piece.flops for piece in each], parts), model)
     held = in_flight if in_flight is not None else [1] * parts
     costs = []  # a tied matrix counts twice here: its two pieces meet on one part only where there is no choice
     for piece in each:
         states = model_states(piece.parameters, model.dtype, optimizer)
         costs.append([states + n * piece.activations for n in held])
-    return _parts(balance(costs, parts), model)
+    return parts_of(balance(costs, parts), model)
 
 
 def stages_of(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> tuple[Schedule, tuple[Part, ...]]:
-    """The schedule, and which part of the model stands at each of its positions. Raises ConfigError for neither."""
-    schedule = make_schedule(parallel.schedule, parallel.pp, parallel.micro_batches, parallel.chunks)
-    most, v = model.layers if parallel.partition == "uniform" else model.layers + 2, parallel.chunks
-    if schedule.positions > most:
-        stages = f"pp={parallel.pp} stages" + (f" of {v} chunks" if v > 1 else "")
-        legal = f"pp can be 1 to {most // v}" if most >= v else f"chunks can be 1 to {most}"
-        raise ConfigError(f"{model.layers} layers do not fill {stages} by partition={parallel.partition!r}; {legal}")
-    held = [most_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.positions)]
+    """The schedule, and which part of the model stands at each of its positions.
+
+    Raises ConfigError where the schedule does not exist, or a part would stay empty.
+    """
+    sizes = parallel.pp, parallel.micro_batches, parallel.chunks
+    check_sizes(parallel.schedule, *sizes, batch=train.batch)
+    _require_layers(model, parallel, train)
+    schedule = make_schedule(parallel.schedule, *sizes)
+    held = [peak_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.parts)]
     sequences = -(-train.batch // parallel.micro_batches)  # the largest micro-batch's
     how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer}
-    return schedule, partition(model, schedule.positions, parallel.partition, **how)
+    return schedule, partition(model, schedule.parts, parallel.partition, **how)
+
+
+def _require_layers(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
+    p, v, most = parallel.pp, parallel.chunks, _most_parts(model, parallel.partition)
+    if p * v <= most:
+        return
+    legal = [
+        n for n in range(1, most // v + 1) if _exists(parallel.schedule, n, parallel.micro_batches, v, train.batch)
+    ]
+    would_do = f"pp can be {listed(legal)}" if legal else f"layers can be {p * v} or more"
+    stages = f"pp={p} stages" + (f" of {v} chunks" if v > 1 else "")
+    raise ConfigError(f"layers={model.layers} do not fill {stages} by partition={parallel.partition!r}; {would_do}")
+
+
+def _exists(*sizes) -> bool:
+    try:
+        check_sizes(*sizes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _most_parts(model: ModelConfig, rule: str) -> int:
+    """How many parts a rule can fill: `uniform` counts layers, the others may set the two ends apart."""
+    return model.layers + (0 if rule == "uniform" else 2)
 
 
 def balance(costs: Sequence, parts: int) -> tuple[range, ...]:
@@ -110,19 +136,21 @@ def _best_cuts(n: int, parts: int, cost, join) -> tuple[float, tuple[int, ...]]:
     """Dynamic programming: the least `join` of the parts' `cost(part, start, stop)`, and where each part stops.
 
     The best way to place the first `stop` things on the first parts extends the best way to place some `start` of them
-    on one part fewer.
+    on one part fewer. A run that alone costs more than the best so far is not made longer.
     """
     best = {0: (0, ())}  # things placed so far -> (value, where each part stops)
     for part in range(parts):
         left = parts - part - 1  # parts still to come: each needs one thing
-        best = {
-            stop: min(
-                (join(value, cost(part, start, stop)), (*cuts, stop))
-                for start, (value, cuts) in best.items()
-                if start < stop
-            )
-            for stop in range(part + 1, n - left + 1)
-        }
+        longer, best = best, {}
+        for stop in range(part + 1, n - left + 1) if left else (n,):
+            found = (float("inf"), ())
+            for start in range(stop - 1, part - 1, -1) if part else (0,):
+                alone = cost(part, start, stop)
+                if alone > found[0]:
+                    break
+                value, cuts = longer[start]
+                found = min(found, (join(value, alone), (*cuts, stop)))
+            best[stop] = found
     return best[n]
 
 
@@ -159,7 +187,7 @@ def _uniform(layers: int, parts: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))
 
 
-def _parts(runs: tuple[range, ...], model: ModelConfig) -> tuple[Part, ...]:
+def parts_of(runs: tuple[range, ...], model: ModelConfig) -> tuple[Part, ...]:
     """Runs of pieces as Parts: piece 0 is the embedding, piece i + 1 is layer i, piece L + 1 the head."""
     head = model.layers + 1
     return tuple(Part(0 in run, range(max(run.start, 1) - 1, min(run.stop, head) - 1), head in run) for run in runs)
@@ -170,7 +198,7 @@ def _require(model: ModelConfig, parts, rule, in_flight) -> None:
         raise ConfigError(f"partition={rule!r} is not known; partition can be {listed(PARTITIONS)}")
     if isinstance(parts, bool) or not isinstance(parts, Integral) or parts < 1:
         raise ConfigError(f"parts={parts!r} must be a whole number, 1 or more")
-    layers, most = model.layers, model.layers + 2
+    layers, most = model.layers, _most_parts(model, "memory")
     have = f"{layers} layers" if layers > 1 else "1 layer"
     if rule == "uniform" and parts > layers:
         raise ConfigError(

@@ -55,39 +55,30 @@ class Pipeline:
         self.config = stage.config
         self.message = cache(partial(schedule.message, comm.rank))
         self.flops = [_flops(part.pieces(pieces(self.config)), tp) for part in stage.parts]
-        self.split_backward = any(action.kind == BACKWARD_INPUT for action in schedule.orders[comm.rank])
+        self.split = {(k, c) for kind, k, c in schedule.orders[comm.rank] if kind == BACKWARD_INPUT}
         # One way for each kind of message up the ranks, and one down, so that none holds another up.
         self.ways = {(what, up): comm.duplicate() for what in _TAG for up in (True, False)}
-        ends = sorted({schedule.holder(0)[0], schedule.holder(schedule.positions - 1)[0]})
-        self.tied = None
-        if self.config.tied and len(ends) == 2:  # the first stage embeds with the matrix, the last one ends with it
-            self.tied = comm.groups([ends, *([i] for i in range(comm.size) if i not in ends)], "tied")
+        self.sum_tied = TiedGradients(comm, schedule, stage)
 
     def run(self, rows: list[range], load: Callable, total: int, dropout_seed: int = 0) -> torch.Tensor:
         """Add one step's gradients, those of the loss summed over all targets and divided by `total`.
 
         `rows[k]` are the sequences of micro-batch k, `load(rows[k])` its tokens and targets. Returns the loss, on
-        every rank.
+        every rank. `sum_tied()` follows once, after the last `run` of a step.
         """
         self.rows, self.load, self.total, self.dropout_seed = rows, load, total, dropout_seed
         dtype = torch.promote_types(DTYPE[self.config.dtype], torch.float32)
         self.loss = torch.zeros((), dtype=dtype, device=self.comm.device)
-        self.values = {}  # message -> the tensor that this stage has made, or awaits
+        self.made, self.awaited = {}, {}  # message -> a tensor that was made here, a receive that was posted
         self.graphs, self.put_off = {}, {}  # (micro-batch, chunk) -> what its backward needs, and what that leaves
         self.under_way = {}  # channel -> the last send on it
         for action in self.schedule.programs[self.comm.rank]:
             _DO[action.kind](self, action)
-        for send in self.under_way.values():
-            send.wait()
+        while self.under_way:
+            self.under_way.popitem()[1].wait()
         if self.comm.size > 1:
             self.comm.all_reduce(self.loss, out=self.loss, label="loss", account=SCALAR)
         return self.loss
-
-    def sum_tied(self) -> None:
-        """The tied matrix's gradient is the sum of both copies', after the last backward: so they stay equal."""
-        if self.tied is not None and self.tied.size > 1:
-            grad = self.stage.tied_weight.grad
-            self.tied.all_reduce(grad, out=grad, label="tied embedding")
 
     # --- what crosses the cuts ---------------------------------------------------------------------------------
 
@@ -97,7 +88,7 @@ class Pipeline:
         shape = len(self.rows[action.micro_batch]), self.config.sequence, self.config.hidden
         buffer = torch.empty(shape, dtype=DTYPE[self.config.dtype], device=self.comm.device)
         way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
-        self.values[message] = way.irecv(buffer, message.source, tag=tag, label=message.what).wait
+        self.awaited[message] = way.irecv(buffer, message.source, tag=tag, label=message.what)
 
     def _send(self, action: Action) -> None:
         """Start to send what has just been made, once the send before it on this channel is over."""
@@ -105,7 +96,7 @@ class Pipeline:
         if message.channel in self.under_way:
             self.under_way.pop(message.channel).wait()
         way, tag = self.ways[message.what, message.source < message.target], _TAG[message.what]
-        value = self.values.pop(message)
+        value = self.made.pop(message)
         self.under_way[message.channel] = way.isend(value, message.target, tag=tag, label=message.what)
 
     # --- what a stage computes ---------------------------------------------------------------------------------
@@ -123,7 +114,8 @@ class Pipeline:
             if self.stage.parts[c].head:
                 y = y / self.total  # once, by tokens: so micro-batches weigh as they should, however many there are
                 self.loss += y.detach()
-        self.graphs[k, c] = x, get_gradient_edge(y)  # backward needs no more of y than its place in the graph
+        # Backward needs no more of y than its place in the graph. Where all weights are frozen there is none.
+        self.graphs[k, c] = x, get_gradient_edge(y) if y.requires_grad else None
         self._hand_on(action._replace(kind=SEND_ACTIVATION), y.detach())
 
     def _backward(self, action: Action) -> None:
@@ -131,7 +123,8 @@ class Pipeline:
         x, y = self.graphs.pop((action.micro_batch, action.chunk))
         grad = self._take(action._replace(kind=RECV_GRADIENT))
         with self._compute(action):
-            torch.autograd.backward(y, torch.ones_like(self.loss) if grad is None else grad)
+            if y is not None:
+                torch.autograd.backward(y, torch.ones_like(self.loss) if grad is None else grad)
         self._hand_on(action._replace(kind=SEND_GRADIENT), x.grad)
 
     def _backward_weight(self, action: Action) -> None:
@@ -147,20 +140,19 @@ class Pipeline:
         message = self.message(action)
         if message is None:
             return None
-        value = self.values.pop(message)
-        return value() if callable(value) else value
+        return self.awaited.pop(message).wait() if message in self.awaited else self.made.pop(message)
 
     def _hand_on(self, action: Action, value) -> None:
         """Keep what has been made for its send, or for the next chunk if that is on this very stage."""
         message = self.message(action)
         if message is not None:
-            self.values[message] = value
+            self.made[message] = value
 
     def _saving(self):
         return self.meter.saving() if self.meter is not None else contextlib.nullcontext()
 
     def _putting_off(self, k: int, c: int):
-        if not self.split_backward:
+        if (k, c) not in self.split:
             return contextlib.nullcontext()
         self.put_off[k, c] = PutOff(self.meter)
         return self.put_off[k, c]
@@ -170,6 +162,24 @@ class Pipeline:
         flops = len(self.rows[k]) * self.flops[c][kind]
         label = f"chunk {c}" if self.schedule.chunks > 1 else ""
         return self.comm.compute(kind, label, micro_batch=k, flops=flops)
+
+
+class TiedGradients:
+    """Called after a step's last backward: the tied matrix's gradient is the sum of both copies', on both.
+
+    The first stage embeds with the matrix, the last one ends with it; so the two copies stay equal.
+    """
+
+    def __init__(self, comm: Comm, schedule: Schedule, stage: Stage):
+        self.stage, self.group = stage, None
+        if stage.config.tied and len(schedule.ends) == 2:
+            alone = [[i] for i in range(comm.size) if i not in schedule.ends]
+            self.group = comm.groups([schedule.ends, *alone], "tied")
+
+    def __call__(self) -> None:
+        weight = self.stage.tied_weight
+        if self.group is not None and weight is not None and weight.grad is not None:
+            self.group.all_reduce(weight.grad, out=weight.grad, label="tied embedding")
 
 
 def _flops(held, tp: int) -> dict[str, float]:

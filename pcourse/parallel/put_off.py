@@ -1,8 +1,9 @@
 """A backward pass cut in two: what the stage before waits for, and what can wait (Qi et al. 2024, section 2).
 
 For Y = X·W + B the gradient dX = dY·Wᵀ goes on to the layer before. dW = Xᵀ·dY and dB = sum of dY go nowhere, and need
-only X and dY: so they are kept, and computed when there is nothing better to do. That is nearly all of the work that
-can wait; LayerNorms and embeddings are too small to be worth it.
+only X and dY: so these are kept, and the two computed when there is nothing better to do. (PyTorch stores Wᵀ, and so
+its gradient dYᵀ·X.) That is nearly all of the work that can wait; LayerNorms and embeddings are too small to be worth
+it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class PutOff(TorchFunctionMode):
         self._meter = meter
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear:
-            return _Linear.apply(self._keep, *args, **(kwargs or {}))
+        if function is F.linear and not kwargs and args[0].dim() > 1 and args[1].is_leaf:
+            return _Linear.apply(self._keep, *args)
         return function(*args, **(kwargs or {}))
 
     def _keep(self, weight, bias, x, grad) -> None:
@@ -32,7 +33,7 @@ class PutOff(TorchFunctionMode):
         self._waiting.append((weight, bias, x, grad))
 
     def compute(self) -> None:
-        """The weight gradients that were put off, added to those of the weights."""
+        """Add the weight gradients that were put off to those of the weights: by autograd, so that its hooks hear."""
         while self._waiting:
             weight, bias, x, grad = self._waiting.pop()
             x, grad = x.flatten(0, -2), grad.flatten(0, -2)
@@ -45,11 +46,12 @@ class PutOff(TorchFunctionMode):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keep, x, weight, bias=None):
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x, weight)  # autograd sees to it that nobody changes them meanwhile
         ctx.keep, ctx.weight, ctx.bias = keep, weight, bias
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.keep(ctx.weight, ctx.bias, *ctx.saved_tensors, grad)
-        return None, grad @ ctx.weight, None, None
+        x, weight = ctx.saved_tensors
+        ctx.keep(ctx.weight, ctx.bias, x.detach(), grad)  # of x the values alone: its graph would hold ours
+        return None, grad @ weight, None, None

@@ -38,7 +38,7 @@ def check_schedule(schedule: Schedule) -> None:
     _check_channels(schedule)
 
 
-def in_flight(schedule: Schedule, stage: int) -> float:
+def peak_in_flight(schedule: Schedule, stage: int) -> float:
     """The most micro-batches whose activations `stage` holds at once, a chunk counting 1/v.
 
     A chunk holds them from its forward to the end of its weight gradient.
@@ -86,11 +86,11 @@ def _check_whole(schedule: Schedule, stage: int) -> None:
 def _missing_beside(schedule: Schedule, stage: int, action: Action, done: set[Action]) -> Action | None:
     """What `action` needs of the neighbouring chunk, where that is on the same stage, and what has not been done."""
     kind, k, c = action
-    position = schedule.position(stage, c) + (-1 if kind == FORWARD else 1)
-    if kind == BACKWARD_WEIGHT or not 0 <= position < schedule.positions or schedule.holder(position)[0] != stage:
+    source = schedule.source(stage, action)
+    if source is None or schedule.holder(source)[0] != stage:
         return None
     kinds = (FORWARD,) if kind == FORWARD else (BACKWARD, BACKWARD_INPUT)
-    needed = [Action(kind, k, schedule.holder(position)[1]) for kind in kinds]
+    needed = [Action(kind, k, schedule.holder(source)[1]) for kind in kinds]
     return None if done.intersection(needed) else needed[0]
 
 
@@ -117,14 +117,15 @@ def _move(schedule: Schedule, stage: int, action: Action, sent, posted) -> None:
     if action.kind not in (SEND_ACTIVATION, SEND_GRADIENT, RECV_ACTIVATION, RECV_GRADIENT):
         return
     message = schedule.message(stage, action)
-    ours, theirs = (sent, posted) if action.kind.startswith("send") else (posted, sent)
-    ours, theirs = ours[message.channel], theirs[message.channel]
-    ours.append(message)
-    if len(ours) <= len(theirs) and theirs[len(ours) - 1] != message:
-        mine, other = (message, theirs[len(ours) - 1])[:: 1 if ours is sent[message.channel] else -1]
+    sending = action.kind in (SEND_ACTIVATION, SEND_GRADIENT)
+    ours, theirs = (sent, posted) if sending else (posted, sent)
+    number = len(ours[message.channel])
+    ours[message.channel].append(message)
+    if number < len(theirs[message.channel]) and theirs[message.channel][number] != message:
+        first, second = sent[message.channel][number], posted[message.channel][number]
         raise ScheduleError(
-            f"stages {message.source} and {message.target} do not agree which {message.what} comes as number "
-            f"{len(ours) - 1}: micro-batch {mine.micro_batch} is sent, micro-batch {other.micro_batch} expected"
+            f"stages {message.source} and {message.target} do not agree which {message.what} comes as number {number}: "
+            f"micro-batch {first.micro_batch} is sent, micro-batch {second.micro_batch} expected"
         )
 
 

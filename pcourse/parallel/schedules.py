@@ -1,8 +1,8 @@
 """Pipeline schedules as data: for each stage, what it does in which order. Printed, drawn, checked, simulated and run.
 
 A schedule says only the order. How long it takes, `cost/simulate.py` works out from times; `parallel/pipeline.py` runs
-it; `parallel/schedule_check.py` proves that it cannot go wrong. All but one are the same four lines (`_order`): how
-many forwards a stage runs ahead, and how long it puts its weight gradients off.
+it; `parallel/schedule_check.py` proves that it cannot go wrong. All but one come from one function (`_order`): how many
+forwards a stage runs ahead, and how long it puts its weight gradients off.
 
     naive        one micro-batch at a time through all stages                      (the baseline nobody should use)
     gpipe        all forwards, then all backwards                                  Huang et al. 2019
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from numbers import Integral
 from typing import NamedTuple
 
 from pcourse.config import ConfigError, listed
@@ -28,6 +29,7 @@ FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "forward", "backward", "bac
 RECV_ACTIVATION, SEND_ACTIVATION = "recv-activation", "send-activation"
 RECV_GRADIENT, SEND_GRADIENT = "recv-gradient", "send-gradient"
 ACTIVATION, GRADIENT = "activation", "gradient"
+MOST_COMPUTES = 4_000_000  # of a schedule, forwards alone
 RECEIVES_AHEAD = 3  # each costs a buffer of b·s·h; with 1, steps of many small messages took a tenth longer over gloo
 _LETTERS = {
     FORWARD: "F", BACKWARD: "B", BACKWARD_INPUT: "B", BACKWARD_WEIGHT: "W",
@@ -83,8 +85,13 @@ class Schedule:
     placement: str = "loop"
 
     @property
-    def positions(self) -> int:
+    def parts(self) -> int:
         return self.stages * self.chunks
+
+    @property
+    def ends(self) -> list[int]:
+        """The stages that hold the first and the last part; one, if it holds both."""
+        return sorted({self.holder(0)[0], self.holder(self.parts - 1)[0]})
 
     def position(self, stage: int, chunk: int) -> int:
         """Where in the model chunk `chunk` of `stage` stands."""
@@ -97,12 +104,23 @@ class Schedule:
         back = self.placement == "v" and chunk % 2
         return (self.stages - 1 - place if back else place), chunk
 
+    def places(self, stage: int) -> list[int]:
+        """The positions of a stage's chunks."""
+        return [self.position(stage, chunk) for chunk in range(self.chunks)]
+
+    def source(self, stage: int, action: Action) -> int | None:
+        """The position whose result a compute needs; None for a weight gradient, and at the model's two ends."""
+        if action.kind == BACKWARD_WEIGHT:
+            return None
+        position = self.position(stage, action.chunk) + (-1 if action.kind == FORWARD else 1)
+        return position if 0 <= position < self.parts else None
+
     def message(self, stage: int, action: Action) -> Message | None:
-        """The message that a send or receive of `stage` is about; None beyond the model's two ends."""
+        """The message that a send or a receive of `stage` is about; None beyond the model's two ends."""
         what = ACTIVATION if action.kind in (SEND_ACTIVATION, RECV_ACTIVATION) else GRADIENT
         here, step = self.position(stage, action.chunk), 1 if what == ACTIVATION else -1
         source, target = (here, here + step) if action.kind.startswith("send") else (here - step, here)
-        if not (0 <= source < self.positions and 0 <= target < self.positions):
+        if not (0 <= source < self.parts and 0 <= target < self.parts):
             return None
         return Message(self.holder(source)[0], self.holder(target)[0], what, target, action.micro_batch)
 
@@ -163,13 +181,18 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -
     return Schedule(name, p, m, v, tuple(orders))
 
 
-def check_sizes(name: str, stages: int, micro_batches: int, chunks: int = 1) -> None:
-    """Raises ConfigError where there is no schedule of that name for these sizes."""
+def check_sizes(name: str, stages: int, micro_batches: int, chunks: int = 1, batch: int | None = None) -> None:
+    """Raises ConfigError where there is no schedule of that name for these sizes, in a batch of `batch` sequences."""
     if name not in SCHEDULES:
         raise ConfigError(f"schedule={name!r} is not known; schedule can be {listed(SCHEDULES)}")
     for what, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise ConfigError(f"{what}={value!r} must be a whole number, 1 or more")
+    if stages * micro_batches * chunks > MOST_COMPUTES:
+        raise ConfigError(
+            f"stages={stages}, chunks={chunks} and micro_batches={micro_batches} make a schedule too long to write "
+            f"down; their product can be 1 to {MOST_COMPUTES:,}"
+        )
     if name == "zb-v" and chunks != 2:
         raise ConfigError(f"zb-v places two chunks on each stage, not chunks={chunks}; chunks can be 2")
     if name not in ("interleaved", "zb-v") and chunks != 1:
@@ -177,9 +200,11 @@ def check_sizes(name: str, stages: int, micro_batches: int, chunks: int = 1) -> 
             f"{name} has one chunk on each stage, not chunks={chunks}; chunks can be 1, or take schedule='interleaved'"
         )
     if name == "interleaved" and chunks > 1 and micro_batches % stages:
+        rounds = [k for k in (stages, 2 * stages, 3 * stages) if batch is None or k <= batch]
+        legal = f"micro_batches can be {listed(rounds)}" + (", …" if len(rounds) == 3 else "")
         raise ConfigError(
             f"interleaved over {stages} stages needs micro_batches in whole rounds of {stages}, not {micro_batches}; "
-            f"micro_batches can be {stages}, {2 * stages}, {3 * stages}, …"
+            + (legal if rounds else f"batch can be {stages} or more")
         )
 
 

@@ -32,6 +32,7 @@ class Stage(nn.Module):
     def __init__(self, model: GPT, parts: list[Part]):
         super().__init__()
         self.config, self.parts = model.config, tuple(parts)
+        # In a tuple, so that no parameter is registered under a second name.
         self.chunks = tuple(Chunk(model, part) for part in parts)
         self.blocks = nn.ModuleDict({str(i): model.blocks[i] for part in parts for i in part.layers})
         self.embed = model.embed if any(part.embedding for part in parts) else None

@@ -57,6 +57,7 @@ class TorchTransport:
         device = torch.device("cuda", local_rank % gpus) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(device)
+        cls.groups_made = 0
         dist.init_process_group(backend, **how)
         rank, size = dist.get_rank(), dist.get_world_size()
         return cls(dist.group.WORLD, rank, tuple(range(size)), device, backend)
@@ -171,6 +172,9 @@ class TorchTransport:
             return ranks.format("CPU") + f" ({os.cpu_count()} cores, {platform.machine()})"
         shared = ", sharing GPUs, through host memory" if self.backend == "gloo" else ""
         return f"{ranks.format('GPU')} ({torch.cuda.get_device_name(self.device)}{shared})"
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # the world ends processes, asleep or not
 
     def close(self) -> None:
         if dist.is_initialized():

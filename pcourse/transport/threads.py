@@ -55,6 +55,7 @@ class Exchange:
         self._gone: set[int] = set()
         self._waiting: dict[int, Posted] = {}  # what a rank waits for, while that is not done
         self._aborted: str | None = None
+        self._over = threading.Event()
         self._work: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._network, name="pcourse-network", daemon=True).start()
 
@@ -113,7 +114,13 @@ class Exchange:
             self._aborted = reason
             for posted in list(self._pending):
                 self._end(posted, PeerLost(reason))
+        self._over.set()
         self._work.put(None)
+
+    def sleep(self, seconds: float) -> None:
+        """As time.sleep, and raises PeerLost as soon as the world ends."""
+        if self._over.wait(seconds):
+            raise PeerLost(self._aborted)
 
     # All below, but for the network itself, is called with the lock held.
 
@@ -288,6 +295,9 @@ class ThreadTransport:
 
     def describe(self) -> str:
         return f"{self.size} threads of one process" if self.size > 1 else "1 thread"
+
+    def sleep(self, seconds: float) -> None:
+        self.exchange.sleep(seconds)
 
     def close(self) -> None:
         self.exchange.leave(self.members[self.rank])

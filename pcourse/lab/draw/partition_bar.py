@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pcourse.config import ModelConfig, listed
-from pcourse.cost.communication import BYTES
+from pcourse.config import BYTES, ModelConfig, listed
 from pcourse.cost.layers import Piece, model_states, pieces
 from pcourse.cost.stage_times import stage_ranks, stage_times
 from pcourse.parallel.partition import Part

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pcourse.config import ConfigError
-from pcourse.cost.simulate import Simulation
-from pcourse.cost.stage_times import Resimulation, schedule_of, stage_ranks
-from pcourse.parallel.schedule_check import in_flight
+from pcourse.cost.simulate import Simulation, bubble_of_ideal, bubble_of_step
+from pcourse.cost.stage_times import schedule_of, stage_ranks
+from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import FORWARD
 from pcourse.report import Report, Span
 from pcourse.wording import number_text, seconds_text
@@ -31,14 +31,6 @@ class Block:
     source: str
     unit: str
 
-    @property
-    def of_wall_clock(self) -> float:
-        return 1 - sum(self.busy) / len(self.busy) / self.step if self.step else 0.0
-
-    @property
-    def of_ideal(self) -> float:
-        return self.step / max(self.busy) - 1 if max(self.busy) else 0.0
-
     def time(self, value: float) -> str:
         return seconds_text(value) if self.unit == SECONDS else number_text(round(value, 9))
 
@@ -47,7 +39,8 @@ class Block:
         """The step and the bubble, which is counted in two ways: each is named."""
         optimizer = any(span.kind == "optimizer" for row in self.rows for span in row)
         ideal = f"{self.time(max(self.busy))}: the busiest stage's compute" + " and optimizer" * optimizer
-        bubble = f"bubble {_percent(self.of_wall_clock)} of the wall clock, {_percent(self.of_ideal)} of the ideal"
+        of_step, of_ideal = bubble_of_step(self.busy, self.step), bubble_of_ideal(self.busy, self.step)
+        bubble = f"bubble {_percent(of_step)} of the wall clock, {_percent(of_ideal)} of the ideal"
         return f"step {self.time(self.step)} · {bubble} ({ideal})"
 
 
@@ -69,12 +62,11 @@ def blocks_of(runs: Sequence[Report | Simulation], names: Sequence[str] | None, 
 
 def _of_simulation(run: Simulation, name: str | None, unit: str | None) -> Block:
     schedule = run.schedule
-    calibrated = isinstance(run, Resimulation)
-    unit = SECONDS if calibrated else unit or _unit_of(run)
+    unit = SECONDS if run.source else unit or _unit_of(run)
     return Block(
         name or _name(schedule.name, schedule.stages, schedule.micro_batches, schedule.chunks, "simulated"),
         run.spans, run.step_seconds, run.busy, run.peak_in_flight, schedule.chunks,
-        run.source if calibrated else _source(run, unit), unit,
+        run.source or _source(run, unit), unit,
     )  # fmt: skip
 
 
@@ -82,7 +74,7 @@ def _of_report(report: Report, name: str | None, _) -> Block:
     parallel, ranks = report.parallel, stage_ranks(report)
     try:
         schedule = schedule_of(report)
-        peaks = [in_flight(schedule, stage) for stage in range(schedule.stages)]
+        peaks = [peak_in_flight(schedule, stage) for stage in range(schedule.stages)]
     except ConfigError:
         peaks = None
     busy = [rank.seconds.get("compute", 0.0) for rank in ranks]
