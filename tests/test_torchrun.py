@@ -47,6 +47,18 @@ def test_two_machines_of_one_rank():
     assert report["ranks"][1]["communication"][-1]["axis"] == "tp"
 
 
+def test_a_program_can_measure_twice(tmp_path):
+    twice = tmp_path / "twice.py"
+    twice.write_text(
+        "import sys\n"
+        "from pcourse.cli import main\n"
+        "main(['run', *sys.argv[1:]])\n"
+        "sys.exit(main(['run', *sys.argv[1:], '--micro-batches=2', '--timeout=30']))\n"
+    )
+    (only,) = agents(1, 2, "--tp=2", program=(str(twice),))
+    assert only.returncode == 0 and only.stdout.count("measured on 2 CPU ranks") == 2, only.stderr
+
+
 def test_clocks_of_several_machines_are_aligned(tmp_path):
     """The second machine's clock is an hour ahead; its times must still fit the first's."""
     late = tmp_path / "late.py"

@@ -288,7 +288,8 @@ pipelines.one_f_one_b_step(one_f_one_b_step)
 # %% [markdown]
 # ## What you can now explain
 #
-# - Why the loss of the first step is right in A and B: forward has no fault. It takes a gradient, or a second step.
+# - Why the loss of the first step is right in B, and in A as long as all micro-batches are of one size: it takes a
+#   gradient, or a second step.
 # - Why A hides behind Adam and not behind SGD or clipping: ask for the gradient norm when you change the split.
 # - Why a mean of means is wrong for unequal micro-batches, and so for unequal numbers of valid tokens.
 # - Why a tied matrix costs one more sum a step, over the first and the last stage, and is a sum and not a mean.

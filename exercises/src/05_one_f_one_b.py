@@ -185,7 +185,7 @@ schedules.zero_bubble(zero_bubble)
 # ## What you can now explain
 #
 # - Why GPipe and 1F1B have the same bubble, `(p − 1)/m` of the ideal, `(p − 1)/(m + p − 1)` of the wall clock.
-# - Why 1F1B holds `p − i` micro-batches whatever `m` is, so that more micro-batches make the bubble small for free.
+# - Why 1F1B holds `p − i` micro-batches whatever `m` is, so that more micro-batches make the bubble small and cost no memory.
 # - Why the first stage needs the most memory for activations.
 # - What a deadlock looks like in a schedule: a stage whose backward waits for a forward that comes after it.
 # - Why a weight gradient may wait and an input gradient may not, and what the waiting costs.

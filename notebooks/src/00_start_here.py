@@ -98,7 +98,7 @@ else:
 # - **measured**: a machine did it. The line says on what, and when. Outputs that you find saved in a notebook were
 #   measured on its authors' machine, at the time they say; run a cell, and they are yours.
 # - **paced**: real processes, real messages, slowed down to the speeds of a cluster that you describe, for what needs more
-#   devices than you have. (No lesson of this version does that yet.)
+#   devices than you have. Lesson 05 does that.
 # - **predicted**: a formula or a simulation says so. The line says which.
 #
 # Here is a number of two kinds. A small GPT is trained for a few steps on the text of your own Python's standard library.
@@ -185,4 +185,4 @@ for kind in ("compute", "communication", "waiting", "idle"):
 # - Nothing is downloaded, and ranks talk over this machine's own loopback only.
 #
 # **Next**: [02 · Talking between ranks](02_talking_between_ranks.ipynb), then
-# [03 · Tensor parallelism](03_tensor_parallelism.ipynb).
+# [03](03_tensor_parallelism.ipynb), [04](04_cutting_into_stages.ipynb), [05](05_filling_the_pipeline.ipynb).

@@ -13,7 +13,7 @@ from pcourse import ModelConfig, ParallelConfig, TrainConfig, World, measure, pr
 from pcourse.lab import Choose, Panel, Predict, bytes_text, plots, seconds_text, show_source
 from pcourse.parallel.partition import partition
 
-model = ModelConfig(layers=12, hidden=128, heads=8, sequence=64, vocab=256)
+model = ModelConfig(layers=12, hidden=128, heads=8, sequence=64, vocab=1024)
 plots.partition(model, {"4 stages": partition(model, 4)}, weight="parameters")
 
 # %% [markdown]
@@ -73,7 +73,8 @@ whole = build(model)
 loss = whole.loss(tokens, targets)
 loss.backward()
 off = (first - whole.blocks[0].mlp.up.weight.grad).abs().max() / first.abs().max()
-print(f"loss: {loss.item():.4f} unsplit, {split_loss:.4f} from two stages")
+per_token = [value / targets.numel() for value in (loss.item(), split_loss)]
+print(f"loss of a token: {per_token[0]:.4f} unsplit, {per_token[1]:.4f} from two stages")
 print(f"layer 0's gradient on stage 0: off by {off:.0e} of its largest")
 assert off < 1e-4 and abs(split_loss / loss.item() - 1) < 1e-5
 
@@ -99,7 +100,8 @@ guess
 # ## Run
 #
 # Every setting really runs, one process a stage. `partition` is the rule by which the cuts are chosen: as many layers on each
-# stage (`uniform`), as much `compute`, or as much `memory`. Diamonds are measured, bars are formulas.
+# stage (`uniform`), as much `compute`, or as much `memory`. Diamonds are measured, bars are formulas. *In flight* is how many
+# micro-batches a stage holds at once.
 
 # %% tags=["answer"]
 from pcourse.cost.communication import communication
@@ -129,7 +131,7 @@ panel = Panel(
     controls={
         "pp": [1, 2, 4, 8],
         "partition": ["uniform", "compute", "memory"],
-        "vocab": [256, 2048, 8192],
+        "vocab": [1024, 4096, 8192],
         "layers": [4, 8, 12],
     },
     draw=draw,
@@ -216,8 +218,8 @@ assert all(ratio == 4 * count * (2 - 1) / 2 for count, ratio in ratios.items())
 #
 # ## The embedding trap
 #
-# In the first picture the embedding weighs little: there are only 256 tokens. Real vocabularies have tens of thousands. Here
-# are the pieces at 8,192:
+# In the first picture the embedding weighs less than a layer: there are only 1,024 tokens. Real vocabularies have tens of
+# thousands. Here are the pieces at 8,192:
 
 # %%
 from pcourse.cost.layers import pieces
@@ -234,8 +236,9 @@ for name in ("embedding", "layer 0", "head"):
     )
 
 # %% [markdown]
-# A layer's parameter costs 16 bytes here: itself, its gradient and AdamW's two numbers, 4 bytes each. A micro-batch under way
-# costs what it keeps for backward. Four stages, three layers on each, 4 micro-batches:
+# A parameter costs 16 bytes here: itself, its gradient and AdamW's two numbers, 4 bytes each. A micro-batch in flight costs what
+# it keeps for backward; of 4 micro-batches, stages 0 to 3 hold 4, 3, 2, 1 at once (below you count them). And for a moment
+# AdamW's step needs twice the bytes of the matrix that it works on. Four stages, three layers on each:
 
 # %%
 which = Choose(
@@ -266,7 +269,7 @@ which.score(fullest, "peaks: " + ", ".join(map(bytes_text, full)), source=cut["u
 factor.score(
     4 * top / sum(full),
     {
-        1.47: "That is by parameters alone. Activations, which every stage keeps, dilute it.",
+        1.47: "So says the formula of states and activations. The peak has temporary memory too.",
         1: "As many layers on each stage is not as many bytes on each.",
     },
     source=cut["uniform"],
@@ -281,12 +284,12 @@ assert 2 * max(full[1:3]) < top
 # Two better rules, by the smallest possible slowest stage, and by the smallest possible fullest one:
 
 # %% tags=["answer"]
-held = [4, 3, 2, 1]  # micro-batches that each stage holds at once: see below
+held = [4, 3, 2, 1]  # micro-batches that each stage holds at once
 parts_of = {rule: stages_of(large, r.parallel, r.train)[1] for rule, r in cut.items()}
 plots.partition(large, parts_of, weight="memory", in_flight=held, measured=cut)
 
 # %% tags=["answer"]
-plots.partition(large, parts_of, weight="compute", measured=cut)
+plots.partition(large, parts_of, weight="compute")
 
 # %% tags=["answer"]
 from pcourse.parallel.partition import part_bytes, part_flops
@@ -392,7 +395,22 @@ print("predicted from a walk of the schedule")
 
 # %% [markdown]
 # *All* the others wait, before and after it. The step takes more than half as long again, though three of four ranks have no
-# more to do than before. In your own runs, what each stage computed for a micro-batch:
+# more to do than before. Is that so in a run? Below, four real processes with real messages, *paced*: each compute sleeps until
+# its time is over, 10 ms forward and 20 ms backward, and twice that on one stage.
+
+# %%
+thin, step = model.but(layers=4, hidden=32, sequence=16), TrainConfig(batch=8, steps=1, warmup=0)
+four = ParallelConfig(pp=4, micro_batches=8)
+for stage in (None, 0, 3):
+    pace = [0.02 if i == stage else 0.01 for i in range(4)]
+    run = measure(thin, four, step, clock="paced", pace=pace)
+    walked = (even if stage is None else slow[stage].step_seconds) * 0.01
+    print(f"stage {stage} slow: {seconds_text(run.step_seconds)}, walked {seconds_text(walked)}")
+    assert not run.valid or abs(run.step_seconds / walked - 1) < 0.02
+print(run.source)
+
+# %% [markdown]
+# And in your own unpaced runs, what each stage computed for a micro-batch:
 
 # %% tags=["answer"]
 from pcourse.cost.stage_times import stage_times
@@ -616,8 +634,9 @@ claims["A43"].score(
     ", ".join(f"{name}: {count:.2f} layers" for name, count in weighs.items()),
 )
 claims["A48"].score(
-    "holds" if min(ratios.values()) > 1 else "in part",
-    ", ".join(f"{ratio:g} times with {count} layer(s) a stage" for count, ratio in ratios.items()),
+    "holds" if min(ratios.values()) > 1 and tied < crossed else "in part",
+    ", ".join(f"{ratio:g} times with {count} layer(s) a stage" for count, ratio in ratios.items())
+    + f"; but not only activations: their gradients, and of a tied matrix {bytes_text(tied)}",
 )
 
 # %% [markdown]

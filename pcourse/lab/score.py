@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 
 from pcourse.lab.palette import CSS_INK, CSS_MUTED, GREEN, ORANGE
+from pcourse.report import PROVENANCE
 from pcourse.wording import bytes_text, number_text, seconds_text
 
 
@@ -27,6 +28,11 @@ class Comparison:
         self.extra = _fitting(words, guess.value) or ""
 
     @property
+    def kind(self) -> str:
+        """How the other number came about, as its source says: measured, paced or predicted."""
+        return next((kind for kind in PROVENANCE if self.source.startswith(kind)), PROVENANCE[0])
+
+    @property
     def verdict(self) -> str:
         """One honest line: exact, close, or off, and by how much."""
         if not self.guess.locked:
@@ -37,7 +43,7 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        shown = [f"measured: {measured_text(self.measured, self.guess.unit)}{self._range}"]
+        shown = [f"{self.kind}: {measured_text(self.measured, self.guess.unit)}{self._range}"]
         if self.guess.locked:
             shown.insert(0, f"you said: {measured_text(self.guess.value, self.guess.unit)}")
         lines = [self.guess.question, ", ".join(shown), self.verdict, self.extra, self.source]
@@ -49,7 +55,7 @@ class Comparison:
 
     @property
     def html(self) -> str:
-        rows = [("measured", self.measured, GREEN)]
+        rows = [(self.kind, self.measured, GREEN)]
         if self.guess.locked:
             rows.insert(0, ("you said", self.guess.value, ORANGE))
         longest = max(abs(value) for _, value, _ in rows) or 1

@@ -25,6 +25,7 @@ class TorchTransport:
     """One rank's way to the others of its group, over a torch.distributed process group."""
 
     groups_made = 0  # by this rank, the first one left out
+    joined = 0  # runs that this process has been in under torchrun
 
     def __init__(self, group, rank: int, members: tuple[int, ...], device: torch.device, backend: str):
         self.group, self.rank, self.members = group, rank, members
@@ -45,7 +46,12 @@ class TorchTransport:
     def start_under_torchrun(cls, timeout: float) -> TorchTransport:
         """Join the ranks that torchrun has started, which tells each who it is in its environment."""
         local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return cls._join(local_rank, local_size, "auto", {"timeout": datetime.timedelta(seconds=timeout)})
+        limit = datetime.timedelta(seconds=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+        cls.joined += 1  # the store keeps what an earlier run wrote into it
+        store = dist.PrefixStore(f"run {cls.joined}", store)
+        how = {"store": store, "rank": rank, "world_size": size, "timeout": limit}
+        return cls._join(local_rank, local_size, "auto", how)
 
     @classmethod
     def _join(cls, local_rank: int, local_size: int, backend: str, how: dict) -> TorchTransport:
