@@ -52,13 +52,17 @@ def configuration_text(report: Report) -> str:
         for field in fields(ParallelConfig)
         if getattr(parallel, field.name) != field.default or (field.name == "schedule" and parallel.pp > 1)
     ]
-    sizes = f"{_count(model.layers, 'layer')}, hidden {number_text(model.hidden)}, {_count(model.heads, 'head')}"
-    work = f"{_count(train.batch, 'sequence')} of {model.sequence}"
+    sizes = (
+        f"{count_text(model.layers, 'layer')}, hidden {number_text(model.hidden)}, {count_text(model.heads, 'head')}"
+    )
+    work = f"{count_text(train.batch, 'sequence')} of {model.sequence}"
     return " · ".join([", ".join(split) or "not split", sizes, work])
 
 
-def _count(n: int, thing: str) -> str:
-    return f"{number_text(n)} {thing}{'' if n == 1 else 's'}"
+def count_text(n: int, thing: str) -> str:
+    """ "1 stage", "8 micro-batches"."""
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{number_text(n)} {thing}{'' if n == 1 else plural}"
 
 
 def operation_text(operation: str) -> str:

@@ -1,7 +1,9 @@
 """The same measurement under torchrun, as on a cluster: here two agents stand for two machines."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -9,12 +11,19 @@ import sys
 SIZES = ["--layers=1", "--hidden=32", "--heads=4", "--sequence=16", "--batch=2", "--steps=2", "--warmup=0"]
 
 
+def free_port() -> int:
+    """Below the ports that the system hands out by itself, one of which may be gone again before torchrun takes it."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 def agents(
     nodes: int, ranks: int, *arguments: str, program=("-m", "pcourse", "run")
 ) -> list[subprocess.CompletedProcess]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     base = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}"]
     base += ["--master-addr=127.0.0.1", f"--master-port={port}"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

@@ -21,7 +21,7 @@ from pcourse.checks import ITEM, calls_of, fail, on_ranks, random, require, shar
 from pcourse.comm import Comm
 from pcourse.lab.check import CheckFailed, NotSolvedYet, Scoreboard, check
 from pcourse.recorder import Call
-from pcourse.wording import aligned_text, number_text
+from pcourse.wording import aligned_text, count_text, number_text
 
 HIDDEN, VOCAB = 5, 7
 SOURCE = "on ranks that are threads of this process"
@@ -52,11 +52,11 @@ class Case:
     tied: bool = False
 
     def __str__(self) -> str:
-        stages = _count(self.stages, "stage")
+        stages = count_text(self.stages, "stage")
         row = "token" if self.tied else "row"
         if len(set(self.sizes)) > 1:
             return f"{stages}, micro-batches of {_listed(self.sizes)} {row}s"
-        return f"{stages}, {_count(self.m, 'micro-batch', 'es')} of {_count(self.size, row)}"
+        return f"{stages}, {count_text(self.m, 'micro-batch')} of {count_text(self.size, row)}"
 
     @property
     def sizes(self) -> list[int]:
@@ -98,10 +98,6 @@ class Layer(nn.Linear):
 
     def _leave(self, grad) -> None:
         self.held -= 1
-
-
-def _count(n: int, thing: str, ending: str = "s") -> str:
-    return f"{n} {thing}{'' if n == 1 else ending}"
 
 
 def _listed(values) -> str:
@@ -495,7 +491,7 @@ def _require_1f1b(case: Case, seen: list[_Seen]) -> None:
     p, m = case.stages, case.m
     due = [min(m, p - stage) for stage in range(p)]
     for stage, rank in enumerate(seen):
-        held = _count(rank.most, "micro-batch", "es")
+        held = count_text(rank.most, "micro-batch")
         words = f"the deadlock is gone, and so is 1F1B: stage {stage} holds {held} at once"
         if rank.most > due[stage]:
             gpipe = ". All forwards come before the first backward, as in GPipe" if rank.most == m else ""

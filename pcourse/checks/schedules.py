@@ -36,6 +36,7 @@ from pcourse.parallel.schedules import (
 )
 from pcourse.parallel.stage import Stage
 from pcourse.proof import roughen
+from pcourse.wording import count_text
 
 TIMES = {"forward": 1, "backward_input": 1, "backward_weight": 1}  # of one micro-batch on one stage
 STEP = sum(TIMES.values())  # what a micro-batch takes a stage, forward and backward
@@ -100,11 +101,7 @@ class Case:
     m: int
 
     def __str__(self) -> str:
-        return f"{_count(self.p, 'stage')}, {_count(self.m, 'micro-batch', 'es')}"
-
-
-def _count(n: int, thing: str, ending: str = "s") -> str:
-    return f"{n} {thing}{'' if n == 1 else ending}"
+        return f"{count_text(self.p, 'stage')}, {count_text(self.m, 'micro-batch')}"
 
 
 CASES = [Case(4, 8), Case(4, 2), Case(3, 1), Case(2, 3), Case(3, 5), Case(4, 4), Case(1, 3), Case(1, 1)]
@@ -279,7 +276,7 @@ def _require_few_in_flight(case: Case, schedule: Schedule) -> None:
     if not over:
         return
     i = over[0]
-    words = f"stage {i} holds {_count(round(held[i]), 'micro-batch', 'es')} at once, and 1F1B min(m, p - i) = {due[i]}"
+    words = f"stage {i} holds {count_text(round(held[i]), 'micro-batch')} at once, and 1F1B min(m, p - i) = {due[i]}"
     if all(h == m for h in held) and all(ahead == m for ahead in _ahead(schedule)):
         words = f"""{words}: all forwards come first. This is GPipe: the bubble is 1F1B's, and the memory grows with m.
             After the warm-up each forward must be followed by a backward"""
@@ -302,8 +299,8 @@ def _require_1f1b_step(case: Case, schedule: Schedule) -> None:
     else:
         ahead = _ahead(schedule)
         i = next(i for i in range(p) if ahead[i] < min(m, p - i) or i == p - 1)
-        words += f""". Stage {i} begins with {_count(ahead[i], "forward")} and holds {run.peak_in_flight[i]:g} of the
-            {min(m, p - i)} micro-batches that it may: too few to have work until its first gradient is back"""
+        words += f""". Stage {i} begins with {count_text(ahead[i], "forward")} and holds {run.peak_in_flight[i]:g} of
+            the {min(m, p - i)} micro-batches that it may: too few to have work until its first gradient is back"""
     fail(str(case), words)
 
 

@@ -13,7 +13,7 @@ from pcourse.cost.stage_times import schedule_of, stage_ranks
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import FORWARD
 from pcourse.report import Report, Span
-from pcourse.wording import number_text, seconds_text
+from pcourse.wording import count_text, number_text, seconds_text
 
 SECONDS = "seconds"
 
@@ -86,11 +86,7 @@ def _of_report(report: Report, name: str | None, _) -> Block:
 
 def _name(schedule: str, stages: int, micro_batches: int, chunks: int, provenance: str) -> str:
     each = f" of {chunks} chunks" if chunks > 1 else ""
-    return f"{schedule}, {_count(stages, 'stage')}{each}, {_count(micro_batches, 'micro-batch')}, {provenance}"
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing}" if n == 1 else f"{n} {thing}{'es' if thing[-2:] == 'ch' else 's'}"
+    return f"{schedule}, {count_text(stages, 'stage')}{each}, {count_text(micro_batches, 'micro-batch')}, {provenance}"
 
 
 def _per_micro_batch(run: Simulation) -> dict[str, list[float]]:
