@@ -53,6 +53,11 @@ def model_states(parameters: int, dtype: str, optimizer: str) -> int:
     return (2 + OPTIMIZER_COPIES[optimizer]) * BYTES[dtype] * parameters
 
 
+def piece_bytes(piece: Piece, model: ModelConfig, *, in_flight: float = 1, optimizer: str = "adamw") -> float:
+    """Bytes of `piece`: its model states, and the activations of `in_flight` micro-batches."""
+    return model_states(piece.parameters, model.dtype, optimizer) + in_flight * piece.activations
+
+
 def _embedding(model: ModelConfig, b: int) -> Piece:
     """A look-up multiplies nothing; it keeps the indices that it looked up."""
     tokens = b * model.sequence

@@ -14,7 +14,7 @@ from functools import cached_property
 from numbers import Real
 
 from pcourse.parallel.schedule_check import ScheduleError, check_schedule, peak_in_flight
-from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
+from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from pcourse.report import Span
 
 LARGEST = 1e150  # of a time: sums of such are finite
@@ -166,14 +166,10 @@ def _needs(schedule: Schedule, stage: int, transfer: list[float]) -> dict:
     """(kind, chunk) -> the position whose result such a compute needs, and how long that travels."""
     needs = {}
     for c in range(schedule.chunks):
-        here = schedule.position(stage, c)
-        for kind, source in ((FORWARD, here - 1), (BACKWARD, here + 1), (BACKWARD_INPUT, here + 1)):
-            if 0 <= source < schedule.parts:
-                link = link_between(stage, schedule.holder(source)[0], schedule.stages)
-                needs[kind, c] = source, 0.0 if link is None else transfer[link]
-            else:
-                needs[kind, c] = None, 0.0
-        needs[BACKWARD_WEIGHT, c] = None, 0.0
+        for kind in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
+            source = schedule.source(stage, Action(kind, 0, c))
+            link = None if source is None else link_between(stage, schedule.holder(source)[0], schedule.stages)
+            needs[kind, c] = source, 0.0 if link is None else transfer[link]
     return needs
 
 

@@ -12,7 +12,7 @@ from numbers import Integral
 from operator import add
 
 from pcourse.config import PARTITIONS, ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed
-from pcourse.cost.layers import Piece, model_states, pieces
+from pcourse.cost.layers import Piece, model_states, piece_bytes, pieces
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
 
@@ -62,10 +62,8 @@ def partition(
     if rule == "compute":
         return parts_of(balance([piece.flops for piece in each], parts), model)
     held = in_flight if in_flight is not None else [1] * parts
-    costs = []  # a tied matrix counts twice here: its two pieces meet on one part only where there is no choice
-    for piece in each:
-        states = model_states(piece.parameters, model.dtype, optimizer)
-        costs.append([states + n * piece.activations for n in held])
+    # A tied matrix counts twice here: its two pieces meet on one part only where there is no choice.
+    costs = [[piece_bytes(piece, model, in_flight=n, optimizer=optimizer) for n in held] for piece in each]
     return parts_of(balance(costs, parts), model)
 
 

@@ -168,7 +168,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -
     check_sizes(name, p, m, v)
     if name == "zb-v":
         return Schedule(name, p, m, v, tuple(tuple(_v_order(p, m, i)) for i in range(p)), placement="v")
-    orders = []
+    forwards, backwards, orders = _looped(FORWARD, p, m, v), _looped(BACKWARD, p, m, v), []
     for i in range(p):
         ahead = {
             "naive": 0,
@@ -177,7 +177,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -
             "interleaved": 2 * (p - 1 - i) + (v - 1) * p if v > 1 else p - 1 - i,
         }.get(name, p - 1 - i)
         put_off = {"zb-h1": i, "zb-h2": 2 * i}.get(name)
-        orders.append(tuple(_order(_looped(FORWARD, p, m, v), _looped(BACKWARD, p, m, v), ahead, put_off)))
+        orders.append(tuple(_order(forwards, backwards, ahead, put_off)))
     return Schedule(name, p, m, v, tuple(orders))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import labdriver
+import nbformat
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +27,19 @@ def lab(tmp_path_factory):
 def page(lab):
     with labdriver.browser() as page:
         yield page
+
+
+@pytest.fixture(scope="module")
+def lesson(request, lab, page):
+    """The module's NOTEBOOK, open in Lab."""
+    return labdriver.open_notebook(page, lab, request.module.NOTEBOOK)
+
+
+@pytest.fixture(scope="module")
+def cell(request, lab):
+    """The number of the code cell of the module's NOTEBOOK that has these words."""
+    cells = [c.source for c in nbformat.read(lab.root / request.module.NOTEBOOK, 4).cells if c.cell_type == "code"]
+    return lambda words: next(number for number, source in enumerate(cells) if words in source)
 
 
 @pytest.fixture

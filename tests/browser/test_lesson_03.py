@@ -3,26 +3,10 @@
 import re
 import time
 
-import labdriver
-import nbformat
-import pytest
-
 SOON = 60_000  # milliseconds: a run, with what a loaded machine adds
 
 
 NOTEBOOK = "notebooks/03_tensor_parallelism.ipynb"
-
-
-@pytest.fixture(scope="module")
-def cell(lab):
-    """The number of the code cell that has these words."""
-    cells = [c.source for c in nbformat.read(lab.root / NOTEBOOK, 4).cells if c.cell_type == "code"]
-    return lambda words: next(number for number, source in enumerate(cells) if words in source)
-
-
-@pytest.fixture(scope="module")
-def lesson(lab, page):
-    return labdriver.open_notebook(page, lab, NOTEBOOK)
 
 
 def test_the_pictures_are_there_before_anything_runs(lesson, cell):

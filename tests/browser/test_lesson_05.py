@@ -2,25 +2,9 @@
 
 import re
 
-import labdriver
-import nbformat
-import pytest
-
 SOON = 90_000  # milliseconds: two runs, with what a loaded machine adds
 
 NOTEBOOK = "notebooks/05_filling_the_pipeline.ipynb"
-
-
-@pytest.fixture(scope="module")
-def cell(lab):
-    """The number of the code cell that has these words."""
-    cells = [c.source for c in nbformat.read(lab.root / NOTEBOOK, 4).cells if c.cell_type == "code"]
-    return lambda words: next(number for number, source in enumerate(cells) if words in source)
-
-
-@pytest.fixture(scope="module")
-def lesson(lab, page):
-    return labdriver.open_notebook(page, lab, NOTEBOOK)
 
 
 def test_the_first_picture_is_there_before_anything_runs(lesson, cell):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pcourse.config import BYTES, ModelConfig, listed
-from pcourse.cost.layers import Piece, model_states, pieces
+from pcourse.cost.layers import Piece, piece_bytes, pieces
 from pcourse.cost.stage_times import stage_ranks, stage_times
 from pcourse.parallel.partition import Part
 from pcourse.report import Report
@@ -97,7 +97,7 @@ def _weight(piece: Piece, model: ModelConfig, weight: str, in_flight: float, opt
         return piece.flops
     if weight == "parameters":
         return piece.parameters
-    return model_states(piece.parameters, model.dtype, optimizer) + in_flight * piece.activations
+    return piece_bytes(piece, model, in_flight=in_flight, optimizer=optimizer)
 
 
 def _measured(given: Report | Sequence[float], weight: str, model: ModelConfig) -> list[float]:
