@@ -93,7 +93,8 @@ class Comm:
             sizes = self.all_gather(mine, sizes=[1] * self.size, account=SCALAR).tolist()
         self._check_sizes("all_gather", sizes, x.shape[dim], self.rank)
         _check_out(out, _with_length(x.shape, dim, sum(sizes)), x.dtype)
-        parts = [x.new_empty(_with_length(x.shape, dim, n)) for n in sizes]
+        direct = out is not None and out.is_contiguous() and dim % x.dim() == 0
+        parts = [x.new_empty(_with_length(x.shape, dim, n)) for n in sizes] if not direct else out.detach().split(sizes)
         nbytes = [part.numel() * x.element_size() for part in parts]
         wire = sum(nbytes) - nbytes[(self.rank + 1) % self.size]
 
@@ -101,7 +102,7 @@ class Comm:
             return transport.all_gather(parts, x.detach().contiguous())
 
         def finish():
-            return _side_by_side(parts, dim, out)
+            return out if direct else _side_by_side(parts, dim, out)
 
         return self._collective("all_gather", sum(nbytes), wire, start, finish, async_op, label, account)
 
@@ -230,18 +231,25 @@ class Comm:
 
     @contextmanager
     def compute(
-        self, kind: str, label: str = "", *, micro_batch: int | None = None, flops: float = 0, bytes: float = 0
+        self,
+        kind: str,
+        label: str = "",
+        *,
+        micro_batch: int | None = None,
+        flops: float = 0,
+        bytes: float = 0,
+        share: float = 1,
     ):
         """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …).
 
         On a described machine its own part comes last, after the messages and the computes inside it: as long as its
-        `flops`, or a pace for its `kind`, say.
+        `flops` say, or a pace for its `kind`, of which it is a `share`.
         """
         piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
         self._act(f"computing {kind}" + (f", {label}" if label not in ("", kind) else ""))
         try:
             yield
-            self.clock.spend(kind, flops)
+            self.clock.spend(kind, flops, share)
             self.clock.keep_pace()
         finally:
             piece.end = self.clock.now()

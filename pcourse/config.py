@@ -17,7 +17,7 @@ DTYPES = tuple(BYTES)
 OPTIMIZERS = ("adamw", "sgd")
 PARTITIONS = ("uniform", "compute", "memory")
 RECOMPUTE = ("none", "selective", "full")
-GRAD_DTYPES = ("same", "float32")
+GRAD_DTYPES = ("same", "float32", "both")
 
 
 class ConfigError(ValueError):
@@ -122,6 +122,14 @@ class ParallelConfig:
     """Into how many pieces each axis cuts the training step: tp · pp · dp · cp ranks.
 
     With pp=1, `micro_batches` is gradient accumulation. `chunks` is v, the model chunks per pipeline rank.
+
+    `zero` is the ZeRO stage: the dp replicas share out the optimizer's state (1), gradients (2), parameters too (3).
+    `reshard=False` keeps the parameters that stage 3 has gathered until backward. `recompute` runs each layer that
+    `recompute_every` divides again in backward ("full"), or its attention between q, k, v and output ("selective").
+
+    With 16-bit weights, `grad_dtype` is in what gradients are added up and reduced: in the weights' own ("same"), in
+    float32, or in "both": added up in their own and copied to float32. `master_weights` keeps a float32 copy of the
+    weights, which the optimizer steps, and with it float32 state.
     """
 
     tp: int = 1
@@ -183,7 +191,7 @@ class TrainConfig:
 
 
 # Every technique joins the list with the code that carries it; until then its only legal value is its default.
-BUILT = frozenset({"tp", "pp", "schedule", "micro_batches", "chunks", "partition"})
+BUILT = frozenset(field.name for field in fields(ParallelConfig)) - {"cp", "sequence_parallel"}
 
 
 def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> None:
@@ -211,14 +219,46 @@ def validate(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -
             else f"vocab={model.vocab} and ffn={model.ffn} leave a rank of tp={parallel.tp} without a row"
         )
         raise ConfigError(f"{reason}; tp can be {listed(legal)}")
-    if parallel.micro_batches > train.batch:
-        raise ConfigError(
-            f"batch={train.batch} sequences cannot fill micro_batches={parallel.micro_batches}; "
-            f"micro_batches can be 1 to {train.batch}"
-        )
+    _require_sequences(parallel, train)
+    _require_of_use(model, parallel)
     from pcourse.parallel.partition import stages_of  # which needs the classes of this file
 
     stages_of(model, parallel, train)
+
+
+def _require_sequences(parallel: ParallelConfig, train: TrainConfig) -> None:
+    """Each micro-batch of each replica has a sequence."""
+    if parallel.dp > train.batch:
+        raise ConfigError(
+            f"batch={train.batch} sequences cannot fill dp={parallel.dp} replicas; dp can be 1 to {train.batch}"
+        )
+    least = train.batch // parallel.dp
+    if parallel.micro_batches > least:
+        replicas = f" on each of dp={parallel.dp} replicas" if parallel.dp > 1 else ""
+        raise ConfigError(
+            f"batch={train.batch} sequences cannot fill micro_batches={parallel.micro_batches}{replicas}; "
+            f"micro_batches can be 1 to {least}"
+        )
+
+
+def _require_of_use(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """An option that would change nothing is a mistake."""
+    for useless, words in (
+        (parallel.recompute == "none" and parallel.recompute_every > 1,
+         f"recompute_every={parallel.recompute_every} says which layers to recompute, and recompute='none'; "
+         "recompute_every can be 1, or recompute can be selective or full"),
+        (parallel.recompute_every > model.layers,
+         f"recompute_every={parallel.recompute_every} is more than layers={model.layers}; "
+         f"it can be 1 to {model.layers}"),
+        (not parallel.reshard and parallel.zero < 3,
+         f"reshard=False keeps parameters that zero=3 has gathered, and zero={parallel.zero}; reshard can be True"),
+        (parallel.grad_dtype != "same" and model.dtype != "bfloat16",
+         f"grad_dtype={parallel.grad_dtype!r} is for bfloat16 weights, and dtype={model.dtype!r}; it can be same"),
+        (parallel.master_weights and model.dtype != "bfloat16",
+         f"master_weights copy bfloat16 weights to float32, and dtype={model.dtype!r}; master_weights can be False"),
+    ):  # fmt: skip
+        if useless:
+            raise ConfigError(words)
 
 
 def tp_degrees(model: ModelConfig) -> list[int]:

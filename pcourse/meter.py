@@ -28,6 +28,7 @@ class MemoryMeter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._live: dict[int, list] = {}  # storage -> [bytes, category, weak reference]
+        self._gathered: set[int] = set()  # storages that come and go, whatever autograd keeps of them
         self._lock = threading.RLock()  # a storage may be freed in any thread
         self.bytes = dict.fromkeys(CATEGORIES, 0)
         self.reset_peaks()
@@ -66,13 +67,21 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in tensors:
             self.see(tensor, category)
 
-    def attach(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Claim the model's parameters and buffers now, gradients and optimizer state as they come to be."""
-        self.claim("parameters", model.parameters())
-        self.claim("parameters", model.buffers())
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(self._see_gradient)
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Claim the optimizer's state as it comes to be."""
         optimizer.register_step_post_hook(lambda *_: self.claim("optimizer", optimizer_state(optimizer)))
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """`tensor` is kept for backward: an activation, if nothing else has claimed it."""
+        key = tensor.untyped_storage()._cdata
+        entry = self._live.get(key)
+        if key not in self._gathered and (entry is None or entry[1] == "temporary"):
+            self.see(tensor, "activations")
+
+    def see_gathered(self, tensor: torch.Tensor) -> None:
+        """`tensor` has been resized, and is temporary: gathered for use, soon to be freed."""
+        self.see(tensor, "temporary")
+        self._gathered.add(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def saving(self):
@@ -83,9 +92,7 @@ class MemoryMeter(TorchDispatchMode):
         """
 
         def pack(tensor):
-            entry = self._live.get(tensor.untyped_storage()._cdata)
-            if entry is None or entry[1] == "temporary":
-                self.see(tensor, "activations")
+            self.keep(tensor)
             return tensor.detach()  # `tensor` itself would keep its own graph alive
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -99,10 +106,6 @@ class MemoryMeter(TorchDispatchMode):
     def ledger(self) -> MemoryLedger:
         return MemoryLedger(**self._peaks, peak=sum(self._at_peak.values()), at_peak=dict(self._at_peak))
 
-    def _see_gradient(self, parameter) -> None:
-        if parameter.grad is not None:  # autograd also tells of a gradient that has been put off
-            self.see(parameter.grad, "gradients")
-
     def _add(self, category: str, change: int) -> None:
         self.bytes[category] += change
         self._peaks[category] = max(self._peaks[category], self.bytes[category])
@@ -112,6 +115,7 @@ class MemoryMeter(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         with self._lock:
             nbytes, category, _ = self._live.pop(key)
+            self._gathered.discard(key)
             self._add(category, -nbytes)
 
 

@@ -82,16 +82,18 @@ class Attention(nn.Module):
     def forward(self, x):
         b, s, _ = x.shape
         qkv = self.qkv(x).view(b, s, -1, self.width).transpose(1, 2)
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        y = self.attend(*qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=1))
+        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+    def attend(self, q, k, v):
+        """Queries `[b, a, s, h/a]`, keys and values `[b, kv_heads, s, h/a]` → `[b, a, s, h/a]`."""
         if self.heads != self.kv_heads:  # each key/value head serves a group of query heads
             k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = (q / math.sqrt(self.width)) @ k.transpose(2, 3)
-            future = torch.ones(s, s, dtype=torch.bool, device=x.device).triu(1)
-            y = self.dropout(scores.masked_fill(future, -math.inf).softmax(-1)) @ v
-        return self.out(y.transpose(1, 2).reshape(b, s, -1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = (q / math.sqrt(self.width)) @ k.transpose(2, 3)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return self.dropout(scores.masked_fill(future, -math.inf).softmax(-1)) @ v
 
 
 class MLP(nn.Module):

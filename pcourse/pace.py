@@ -92,8 +92,9 @@ class PacedRanks:
     parallel: ParallelConfig
     slow_motion = 1.0  # a pace says what is really to pass
 
-    def compute_seconds(self, flops: float, kind: str, rank: int) -> float:
-        return self.pace.seconds(kind, self.parallel.stage_of(rank), self.parallel.chunks)
+    def compute_seconds(self, flops: float, kind: str, rank: int, share: float = 1) -> float:
+        """`share` of the time that a whole pass through one of a stage's chunks takes."""
+        return share * self.pace.seconds(kind, self.parallel.stage_of(rank), self.parallel.chunks)
 
     def transfer_seconds(self, sender: int, receiver: int, nbytes: float) -> tuple[float, float]:
         """A message occupies no link, so that the simulator, which knows of none, agrees to the last bit."""

@@ -84,10 +84,12 @@ def compare(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Tra
     reference = roughen(build(model, train.seed, comm.device))
     sgd = torch.optim.SGD(reference.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay)
     parameters = dict(trainer.model.named_parameters())
+    shards = {name: shard_of(p) for name, p in parameters.items()}
     first = None
     for number in range(STEPS):
         loss, expected_loss = trainer.forward_backward(number), _reference_backward(reference, model, train, number)
-        gradients = _largest(parameters, reference, lambda p: p.grad)
+        got = trainer.replicas.whole_gradients()
+        gradients = _largest(got, shards, {n: p.grad for n, p in _named(reference)})
         norm = trainer.gradient_norm()
         expected_norm = torch.nn.utils.clip_grad_norm_(
             reference.parameters(), math.inf if train.clip is None else train.clip
@@ -96,7 +98,8 @@ def compare(comm: Comm, model: ModelConfig, parallel: ParallelConfig, train: Tra
         trainer.update(norm)
         sgd.step()
         sgd.zero_grad()
-    weights = _largest(parameters, reference, lambda p: p.detach())
+    with trainer.replicas.whole_weights():
+        weights = _largest(parameters, shards, dict(_named(reference)))
     return Proof(model.dtype, *first, weights=weights, parameters=len(parameters))
 
 
@@ -117,13 +120,19 @@ def _reference_backward(reference: GPT, model: ModelConfig, train: TrainConfig, 
     return loss.detach()
 
 
-def _largest(parameters, reference: GPT, value) -> float:
-    expected = dict(reference.named_parameters(remove_duplicate=False))  # a tied matrix under both of its names
+def _named(reference: GPT):
+    return reference.named_parameters(remove_duplicate=False)  # a tied matrix under both of its names
+
+
+def _largest(got: dict, shards: dict, expected: dict) -> float:
+    """The largest difference of what each name stands for, of which this rank has a shard, or all."""
     differences = []
-    for name, p in parameters.items():
-        whole = value(expected[name])
-        shard = shard_of(p)
-        differences.append(_difference(value(p), whole if shard is None else shard.of(whole)))
+    for name, tensor in got.items():
+        whole = expected[name]
+        if tensor is None or whole is None:  # a parameter that is not used has no gradient on either side
+            differences.append(0.0 if tensor is whole else math.inf)
+            continue
+        differences.append(_difference(tensor, whole if shards[name] is None else shards[name].of(whole)))
     return largest(differences)
 
 

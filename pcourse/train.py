@@ -20,9 +20,11 @@ from pcourse.model import build
 from pcourse.pace import Pace, machine_of
 from pcourse.parallel.partition import stages_of
 from pcourse.parallel.pipeline import Pipeline
+from pcourse.parallel.recompute import recompute
 from pcourse.parallel.shard import is_copy, shard_of
 from pcourse.parallel.stage import Stage
 from pcourse.parallel.tensor import tensor_parallel
+from pcourse.parallel.zero import ZERO_STAGES
 from pcourse.report import MemoryLedger, Report
 from pcourse.split import shard_range
 from pcourse.world import World
@@ -44,15 +46,22 @@ class Trainer:
         unsplit = tensor_parallel(prepare(unsplit) if prepare else unsplit, self.mesh.tp)
         schedule, parts = stages_of(model, parallel, train)
         self.model = Stage(unsplit, [parts[place] for place in schedule.places(self.mesh.pp.rank)])
-        self.pipeline = Pipeline(self.mesh.pp, schedule, self.model, meter, parallel.tp)
-        m = parallel.micro_batches
-        self.micro_batches = [shard_range(train.batch, m, k) for k in range(m)]
-        kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-        self.optimizer = kinds[train.optimizer](
-            self.model.parameters(), lr=train.learning_rate, weight_decay=train.weight_decay
-        )
-        if meter is not None:
-            meter.attach(self.model, self.optimizer)
+        self.replicas = ZERO_STAGES[parallel.zero](self.mesh.dp, self.model, parallel, meter)
+        self.pipeline = Pipeline(self.mesh.pp, schedule, self.model, self.replicas, meter, parallel.tp)
+        recompute(self.model, parallel, self.pipeline.again, meter)
+        mine = shard_range(train.batch, parallel.dp, self.mesh.dp.rank)
+        rows = (shard_range(len(mine), parallel.micro_batches, k) for k in range(parallel.micro_batches))
+        self.micro_batches = [range(mine.start + r.start, mine.start + r.stop) for r in rows]
+        self.optimizers = [self._optimizer(units) for units in self.replicas.groups]
+
+    def _optimizer(self, units) -> torch.optim.Optimizer:
+        """The optimizer of what this rank owns of `units`, which may be nothing."""
+        kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.train.optimizer]
+        weights = [segment.weight for unit in units for segment in unit.segments]
+        optimizer = kind([{"params": weights}], lr=self.train.learning_rate, weight_decay=self.train.weight_decay)
+        if self.meter is not None:
+            self.meter.watch(optimizer)
+        return optimizer
 
     def step(self, number: int) -> tuple[float, float]:
         """Step `number` on its batch: mean loss per token, and the gradient norm before clipping."""
@@ -68,20 +77,26 @@ class Trainer:
         def load(rows: range):
             return batch(self.config, self.train, number, slice(rows.start, rows.stop), self.comm.device)
 
-        tokens = self.train.batch * self.config.sequence
-        loss = self.pipeline.run(self.micro_batches, load, tokens, dropout_seed(self.train, number))
-        self.pipeline.sum_tied()
+        return self.accumulate(load, self.train.batch * self.config.sequence, dropout_seed(self.train, number))
+
+    def accumulate(self, load, total: int, dropout_seed: int = 0) -> torch.Tensor:
+        """As `forward_backward`, of the sequences that `load` gives, whose targets are `total` over all ranks."""
+        self.replicas.begin()
+        loss = self.pipeline.run(self.micro_batches, load, total, dropout_seed)
+        loss = self.replicas.finish(loss)
+        tied = [s.gradient for s in self.replicas.segments if s.parameter is self.model.tied_weight]
+        self.pipeline.sum_tied(*tied)
         return loss
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the unsplit model's gradient: each shard counts, of each replica and each copy one counts."""
         squares = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        for p in self.model.parameters():
-            if p.grad is not None and not is_copy(p) and (shard_of(p) is not None or self.mesh.tp.rank == 0):
-                squares += (
-                    torch.linalg.vector_norm(p.grad, dtype=torch.promote_types(p.dtype, torch.float32)).double() ** 2
-                )
-        for group in (self.mesh.tp, self.mesh.pp):
+        for s in self.replicas.segments:
+            p, grad = s.parameter, s.gradient
+            if grad is not None and not is_copy(p) and (shard_of(p) is not None or self.mesh.tp.rank == 0):
+                dtype = torch.promote_types(grad.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(grad, dtype=dtype).double() ** 2
+        for group in (self.mesh.tp, self.mesh.pp, *([self.mesh.dp] if self.replicas.shards else [])):
             group.all_reduce(squares, out=squares, label="gradient norm", account=SCALAR)
         return squares.sqrt()
 
@@ -89,11 +104,17 @@ class Trainer:
         """Clip to the norm `train.clip`, if there is one, as torch.nn.utils.clip_grad_norm_ does; step."""
         if self.train.clip is not None:
             factor = (self.train.clip / (norm + 1e-6)).clamp(max=1.0)
-            for p in self.model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(factor.to(p.grad.dtype))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            for s in self.replicas.segments:
+                if s.gradient is not None:
+                    s.gradient.mul_(factor.to(s.gradient.dtype))
+        for optimizer, units in zip(self.optimizers, self.replicas.groups, strict=True):
+            for s in (segment for unit in units for segment in unit.segments):
+                s.weight.grad = None if s.gradient is None else s.gradient.view_as(s.weight).to(s.weight.dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+            for unit in units:
+                self.replicas.publish(unit)
+        self.replicas.end()
 
 
 def time_pass(

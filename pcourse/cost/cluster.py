@@ -63,7 +63,7 @@ class Cluster:
         if self.ranks_per_node is not None and not (whole and self.ranks_per_node >= 1):
             raise ConfigError(f"ranks_per_node={self.ranks_per_node!r} must be a whole number, 1 or more")
 
-    def compute_seconds(self, flops: float, kind: str = "", rank: int = 0) -> float:
+    def compute_seconds(self, flops: float, kind: str = "", rank: int = 0, share: float = 1) -> float:
         """Seconds of a compute: FLOPs ÷ (peak · efficiency), whatever its kind and on every rank."""
         return flops / (self.peak_flops * self.efficiency)
 

@@ -1,17 +1,20 @@
 """What each piece of the model weighs, by formula: parameters, floating-point operations, activations.
 
 The pieces are where a pipeline may cut: the embedding, each transformer layer, the head (final norm, output matrix and
-loss). Symbols: b sequences in a micro-batch, s their length, h hidden, a heads, f ffn, V vocabulary.
+loss). Symbols: b sequences in a micro-batch, s their length, h hidden, a heads, f ffn, V vocabulary, t tensor-parallel
+ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pcourse.config import BYTES, ConfigError, ModelConfig, listed
+from pcourse.cost.activations import Run, Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes
 
-INDEX = 8  # bytes of a token, a position or a target: int64
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}  # numbers of state for each parameter, in its own dtype
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}  # numbers of state for each parameter
+FLOAT32 = BYTES["float32"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,46 @@ class Piece:
         return self.forward + self.backward_input + self.backward_weight
 
 
-def pieces(model: ModelConfig, sequences: int = 1) -> tuple[Piece, ...]:
-    """The embedding, each layer and the head, in model order, for a micro-batch of `sequences`.
+def pieces(
+    model: ModelConfig, sequences: int = 1, *, tp: int = 1, tp_rank: int = 0, sequence_parallel: bool = False
+) -> tuple[Piece, ...]:
+    """The embedding, each layer and the head, in model order, for a micro-batch of `sequences`: what rank `tp_rank` of
+    the `tp` that share them holds and computes.
 
     A tied output matrix counts in the embedding *and* in the head: on two stages it is two copies.
     """
-    layers = (_layer(model, sequences, f"layer {i}") for i in range(model.layers))
-    return (_embedding(model, sequences), *layers, _head(model, sequences))
+    own = sizes(model, sequences, tp=tp, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
+    layers = (_layer(model, own, f"layer {i}") for i in range(model.layers))
+    return (_embedding(model, own), *layers, _head(model, own))
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the model states: of one parameter, or of a rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def bytes_per_parameter(
+    dtype: str, optimizer: str = "adamw", grad_dtype: str = "same", master_weights: bool = False
+) -> StateBytes:
+    """What training keeps for one parameter of `dtype`, w bytes wide.
+
+    Gradients are kept in w ("same"), in 4 bytes ("float32": autograd adds straight into float32) or in "both" (added up
+    in w, copied to float32 to be reduced). AdamW keeps two numbers, SGD none: in w, or beside a master copy of the
+    parameter in float32, which counts as the optimizer's. In bf16 with AdamW that makes 8 bytes; with master weights 16
+    (Rajbhandari et al. 2020, section 3.1), with float32 gradients too 18, with both kinds of gradients 20.
+
+    Raises ConfigError for a name that is not known.
+    """
+    _require_known("dtype", dtype, BYTES)
+    _require_known("optimizer", optimizer, OPTIMIZER_COPIES)
+    w = BYTES[dtype]
+    gradients = {"same": w, "float32": FLOAT32, "both": w + FLOAT32}
+    _require_known("grad_dtype", grad_dtype, gradients)
+    copies = OPTIMIZER_COPIES[optimizer]
+    return StateBytes(w, gradients[grad_dtype], FLOAT32 * (copies + 1) if master_weights else w * copies)
 
 
 def model_states(parameters: int, dtype: str, optimizer: str) -> int:
@@ -47,10 +83,7 @@ def model_states(parameters: int, dtype: str, optimizer: str) -> int:
 
     Raises ConfigError for a dtype or optimizer that is not known.
     """
-    for name, value, legal in (("dtype", dtype, BYTES), ("optimizer", optimizer, OPTIMIZER_COPIES)):
-        if value not in legal:
-            raise ConfigError(f"{name}={value!r} is not known; {name} can be {listed(legal)}")
-    return (2 + OPTIMIZER_COPIES[optimizer]) * BYTES[dtype] * parameters
+    return sum(bytes_per_parameter(dtype, optimizer)) * parameters
 
 
 def piece_bytes(piece: Piece, model: ModelConfig, *, in_flight: float = 1, optimizer: str = "adamw") -> float:
@@ -58,74 +91,44 @@ def piece_bytes(piece: Piece, model: ModelConfig, *, in_flight: float = 1, optim
     return model_states(piece.parameters, model.dtype, optimizer) + in_flight * piece.activations
 
 
-def _embedding(model: ModelConfig, b: int) -> Piece:
-    """A look-up multiplies nothing; it keeps the indices that it looked up."""
-    tokens = b * model.sequence
-    kept = INDEX * (tokens + model.sequence) + _mask(model) * tokens * model.hidden
-    return Piece("embedding", (model.vocab + model.sequence) * model.hidden, 0, 0, 0, kept)
+def _embedding(model: ModelConfig, own: Sizes) -> Piece:
+    """A look-up multiplies nothing."""
+    parameters = (own.vocab + model.sequence) * own.hidden
+    return Piece("embedding", parameters, 0, 0, 0, _total(kept_by_embedding(model, own)))
 
 
-def _layer(model: ModelConfig, b: int, name: str) -> Piece:
+def _layer(model: ModelConfig, own: Sizes, name: str) -> Piece:
     """Forward 24bsh² + 4bs²h FLOPs at f = 4h and kv_heads = heads (Narayanan et al. 2021, appendix).
 
     Both operands of Q·Kᵀ and of scores·V are activations: backward-input takes two products for each, and nothing is
     left for backward-weight. The causal half is multiplied too; what a fused kernel computes again is not counted.
     """
-    h, f = model.hidden, model.ffn
-    qkv = h + 2 * model.kv_heads * model.head_width
-    weights = h * qkv + h * h + 2 * h * f
-    biases, norms = qkv + h + f + h, 4 * h
-    linear = 2 * b * model.sequence * weights
-    attention = 4 * b * model.sequence**2 * h
+    h, qkv = own.hidden, own.query + 2 * own.key
+    weights = h * qkv + own.query * h + 2 * h * own.ffn
+    biases, norms = qkv + h + own.ffn + h, 4 * h
+    linear = 2 * own.tokens * weights
+    attention = 4 * own.scores * model.head_width
     return Piece(
         name,
         parameters=weights + biases + norms,
         forward=linear + attention,
         backward_input=linear + 2 * attention,
         backward_weight=linear,
-        activations=_layer_activations(model, b),
+        activations=_total(kept_by_layer(model, own)),
     )
 
 
-def _layer_activations(model: ModelConfig, b: int) -> int:
-    """Bytes that autograd keeps of one layer: the 34sbh + 5as²b of Korthikanti et al. 2022 (equation 1), as built here.
-
-    Both norms keep input, output, mean and deviation, `out` its input, `up` and `down` what GeLU reads and writes.
-    A dropout keeps its mask, one byte an element.
-    """
-    tokens, h = b * model.sequence, model.hidden
-    numbers = tokens * (5 * h + 2 * model.ffn + 4) + _attention_numbers(model, b)
-    masks = 2 * _mask(model) * tokens * h
-    if model.attention == "fused":
-        logsumexp = b * model.heads * model.sequence * max(BYTES[model.dtype], 4)  # in float32 or better
-        return BYTES[model.dtype] * numbers + masks + logsumexp
-    masks += model.sequence**2 + _mask(model) * b * model.heads * model.sequence**2  # causal, dropout's
-    return BYTES[model.dtype] * numbers + masks
+def _head(model: ModelConfig, own: Sizes) -> Piece:
+    """Logits 2bshV."""
+    product = 2 * own.tokens * own.hidden * own.vocab
+    parameters = (own.vocab + 2) * own.hidden
+    return Piece("head", parameters, product, product, product, _total(kept_by_head(model, own)))
 
 
-def _attention_numbers(model: ModelConfig, b: int) -> int:
-    """Numbers kept between the projection to q, k, v `[b, s, (a + 2·kv_heads)·h/a]` and the attention's output."""
-    tokens, h = b * model.sequence, model.hidden
-    projected = tokens * (h + 2 * model.kv_heads * model.head_width)
-    repeated = 2 * tokens * h  # k and v, as many heads of each as of q
-    grouped = model.kv_heads < model.heads
-    if model.attention == "fused":
-        return projected + (repeated if grouped else 0)  # q is a view of the projection, which it keeps whole
-    # A batched product copies k and v, and the projection is freed, unless they can be read where they are.
-    in_place = not grouped and (b == 1 or model.heads == 1)
-    scores = b * model.heads * model.sequence**2
-    dropped = scores if model.dropout else 0  # else what multiplies V is the softmax itself
-    return tokens * h + (projected if in_place else repeated) + scores + dropped
+def _total(runs: tuple[Run, ...]) -> int:
+    return sum(part.kept for run in runs for part in run)
 
 
-def _head(model: ModelConfig, b: int) -> Piece:
-    """Logits 2bshV. The loss keeps the log-softmax, in float32 or better, the targets and one number, their count."""
-    tokens, width = b * model.sequence, BYTES[model.dtype]
-    product = 2 * tokens * model.hidden * model.vocab
-    norm = tokens * (2 * model.hidden + 2) * width
-    loss = (tokens * model.vocab + 1) * max(width, 4) + tokens * INDEX
-    return Piece("head", (model.vocab + 2) * model.hidden, product, product, product, norm + loss)
-
-
-def _mask(model: ModelConfig) -> int:
-    return 1 if model.dropout else 0
+def _require_known(name: str, value, legal) -> None:
+    if value not in legal:
+        raise ConfigError(f"{name}={value!r} is not known; {name} can be {listed(legal)}")

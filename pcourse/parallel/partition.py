@@ -15,6 +15,7 @@ from pcourse.config import PARTITIONS, ConfigError, ModelConfig, ParallelConfig,
 from pcourse.cost.layers import Piece, model_states, piece_bytes, pieces
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
+from pcourse.split import shard_sizes
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,11 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) 
     Raises ConfigError where the schedule does not exist, or a part would stay empty.
     """
     sizes = parallel.pp, parallel.micro_batches, parallel.chunks
-    check_sizes(parallel.schedule, *sizes, batch=train.batch)
+    check_sizes(parallel.schedule, *sizes, batch=train.batch // parallel.dp)
     _require_layers(model, parallel, train)
     schedule = make_schedule(parallel.schedule, *sizes)
     held = [peak_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.parts)]
-    sequences = -(-train.batch // parallel.micro_batches)  # the largest micro-batch's
+    sequences = max(shard_sizes(max(shard_sizes(train.batch, parallel.dp)), parallel.micro_batches))
     how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer}
     return schedule, partition(model, schedule.parts, parallel.partition, **how)
 
@@ -87,7 +88,9 @@ def _require_layers(model: ModelConfig, parallel: ParallelConfig, train: TrainCo
     if p * v <= most:
         return
     legal = [
-        n for n in range(1, most // v + 1) if _exists(parallel.schedule, n, parallel.micro_batches, v, train.batch)
+        n
+        for n in range(1, most // v + 1)
+        if _exists(parallel.schedule, n, parallel.micro_batches, v, train.batch // parallel.dp)
     ]
     would_do = f"pp can be {listed(legal)}" if legal else f"layers can be {p * v} or more"
     stages = f"pp={p} stages" + (f" of {v} chunks" if v > 1 else "")

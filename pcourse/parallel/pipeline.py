@@ -13,7 +13,7 @@ ahead and sends are asynchronous, so that messages travel while the stage comput
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
@@ -23,6 +23,7 @@ from pcourse.comm import SCALAR, Comm
 from pcourse.cost.layers import pieces
 from pcourse.dropout import seed_dropout
 from pcourse.model import DTYPE
+from pcourse.parallel.data import DataParallel
 from pcourse.parallel.put_off import PutOff
 from pcourse.parallel.schedules import (
     ACTIVATION,
@@ -46,16 +47,29 @@ _TAG = {ACTIVATION: 0, GRADIENT: 1}
 class Pipeline:
     """This rank's `stage`, and what it does in a step of `schedule` over the ranks of `comm`.
 
-    `meter` is a MemoryMeter that shall know what is kept for backward; `tp` is over how many ranks each layer's work
-    is cut.
+    `replicas` reduces the gradients over those of the stage's copies; `meter` is a MemoryMeter that shall know what is
+    kept for backward; `tp` is over how many ranks each layer's work is cut.
     """
 
-    def __init__(self, comm: Comm, schedule: Schedule, stage: Stage, meter=None, tp: int = 1):
-        self.comm, self.schedule, self.stage, self.meter = comm, schedule, stage, meter
+    def __init__(
+        self,
+        comm: Comm,
+        schedule: Schedule,
+        stage: Stage,
+        replicas: DataParallel | None = None,
+        meter=None,
+        tp: int = 1,
+    ):
+        self.comm, self.schedule, self.stage, self.meter, self.tp = comm, schedule, stage, meter, tp
+        self.replicas = replicas
         self.config = stage.config
         self.message = cache(partial(schedule.message, comm.rank))
         self.flops = [_flops(part.pieces(pieces(self.config)), tp) for part in stage.parts]
-        self.split = {(k, c) for kind, k, c in schedule.orders[comm.rank] if kind == BACKWARD_INPUT}
+        order = schedule.orders[comm.rank]
+        self.split = {(k, c) for kind, k, c in order if kind == BACKWARD_INPUT}
+        # The passes after which a chunk's gradients are complete: the last of each chunk in the order.
+        self.last = {a.chunk: a for a in order if a.kind in (BACKWARD, BACKWARD_WEIGHT)}
+        self.backward_of: Action | None = None  # the backward under way
         # One way for each kind of message up the ranks, and one down, so that none holds another up.
         self.ways = {(what, up): comm.duplicate() for what in _TAG for up in (True, False)}
         self.sum_tied = TiedGradients(comm, schedule, stage)
@@ -109,7 +123,7 @@ class Pipeline:
             x = tokens if x is None else x
         if self.config.dropout:
             seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
-        with self._compute(action), self._saving(), self._putting_off(k, c):
+        with self._compute(action), self._replica_forward(c), self._saving(), self._putting_off(k, c):
             y = self.stage.chunks[c](x, targets)
             if self.stage.parts[c].head:
                 y = y / self.total  # once, by tokens: so micro-batches weigh as they should, however many there are
@@ -122,14 +136,29 @@ class Pipeline:
         """Both gradients; with PutOff in the forward pass, that of the input and of all but linear weights."""
         x, y = self.graphs.pop((action.micro_batch, action.chunk))
         grad = self._take(action._replace(kind=RECV_GRADIENT))
-        with self._compute(action):
+        self.backward_of = action
+        with self._compute(action), self._reducing(action):
             if y is not None:
                 torch.autograd.backward(y, torch.ones_like(self.loss) if grad is None else grad)
         self._hand_on(action._replace(kind=SEND_GRADIENT), x.grad)
 
     def _backward_weight(self, action: Action) -> None:
-        with self._compute(action):
+        with self._compute(action), self._reducing(action):
             self.put_off.pop((action.micro_batch, action.chunk)).compute()
+
+    @contextlib.contextmanager
+    def again(self, flops: float, share: float) -> Iterator[None]:
+        """Around a second run of a piece of a chunk, in the backward that needs it: as the first run was.
+
+        It takes `flops` for one sequence, and is that `share` of the chunk's forward.
+        """
+        _, k, c = self.backward_of
+        if self.config.dropout:
+            seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
+        putting_off = self.put_off.get((k, c), contextlib.nullcontext())
+        work = {"micro_batch": k, "flops": flops * len(self.rows[k]) / self.tp, "share": share}
+        with self.comm.compute("recompute", **work), putting_off:
+            yield
 
     def _input(self, action: Action):
         x = self._take(action._replace(kind=RECV_ACTIVATION))
@@ -147,6 +176,14 @@ class Pipeline:
         message = self.message(action)
         if message is not None:
             self.made[message] = value
+
+    def _replica_forward(self, chunk: int):
+        return contextlib.nullcontext() if self.replicas is None else self.replicas.forward(chunk)
+
+    def _reducing(self, action: Action):
+        if self.replicas is None:
+            return contextlib.nullcontext()
+        return self.replicas.backward(action.chunk, action.kind, last=self.last[action.chunk] == action)
 
     def _saving(self):
         return self.meter.saving() if self.meter is not None else contextlib.nullcontext()
@@ -167,7 +204,8 @@ class Pipeline:
 class TiedGradients:
     """Called after a step's last backward: the tied matrix's gradient is the sum of both copies', on both.
 
-    The first stage embeds with the matrix, the last one ends with it; so the two copies stay equal.
+    The first stage embeds with the matrix, the last one ends with it; so the two copies stay equal. Where replicas
+    share gradients out, it is that of their shard.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule, stage: Stage):
@@ -176,10 +214,13 @@ class TiedGradients:
             alone = [[i] for i in range(comm.size) if i not in schedule.ends]
             self.group = comm.groups([schedule.ends, *alone], "tied")
 
-    def __call__(self) -> None:
+    def __call__(self, gradient: torch.Tensor | None = None) -> None:
         weight = self.stage.tied_weight
-        if self.group is not None and weight is not None and weight.grad is not None:
-            self.group.all_reduce(weight.grad, out=weight.grad, label="tied embedding")
+        if self.group is None or weight is None:
+            return
+        gradient = weight.grad if gradient is None else gradient
+        if gradient is not None:
+            self.group.all_reduce(gradient, out=gradient, label="tied embedding")
 
 
 def _flops(held, tp: int) -> dict[str, float]:

@@ -1,0 +1,255 @@
+"""Data parallelism: each replica takes its share of the sequences, and their gradients are summed.
+
+The loss of each is divided by the tokens of all, so that the sum over the replicas is the gradient of the mean over the
+whole batch, however many tokens each of them has. With `{partial over dp}` for a sum still to be made,
+
+    forward    layer 1 ─ layer 2 ─ … ─ loss                                            nothing is sent
+    backward   … ◄─ layer 1 ◄─ layer 2 ◄─ …
+                       │          └─ dW2{partial over dp} ─ all-reduce ─ dW2           while layer 1 computes
+                       └──────────── dW1{partial over dp} ─ all-reduce ─ dW1
+
+each rank sends 2P(N-1)/N elements a step, in as many messages as the model has units (`unit.py`), and only in the last
+micro-batch's backward: before that, gradients add up where they are (Li et al. 2020, "PyTorch Distributed", 3.2).
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from pcourse.comm import SCALAR, Comm
+from pcourse.config import ParallelConfig
+from pcourse.model import DTYPE
+from pcourse.parallel.schedules import BACKWARD_INPUT
+from pcourse.parallel.stage import Stage
+from pcourse.parallel.unit import Segment, Unit, units_of
+
+
+class DataParallel:
+    """This rank's replica of `stage`; `comm` is the group of ranks that hold the same part of the model.
+
+    All start from the weights of the first of them. `meter` is a MemoryMeter that shall know whose memory is what.
+    `zero.py` changes what is owned, when gradients are reduced, and where weights are.
+    """
+
+    shards = False  # whether a rank owns only its shard of each unit
+    reduces_each = False  # whether the gradients of each micro-batch are reduced, or the sum of them
+
+    def __init__(self, comm: Comm, stage: Stage, parallel: ParallelConfig, meter=None):
+        self.comm, self.stage, self.parallel, self.meter = comm, stage, parallel, meter
+        dtype = DTYPE[stage.config.dtype]
+        self.reduce_dtype = dtype if parallel.grad_dtype == "same" else torch.float32
+        for p in stage.parameters():
+            comm.broadcast(p.detach(), out=p.detach(), label="weights", account="start-up")
+            if p.requires_grad and parallel.grad_dtype == "float32":
+                p.grad_dtype = torch.float32  # autograd itself then adds up in float32
+        self.units_of = units_of(stage, *((comm.size, comm.rank) if self.shards else (1, 0)))
+        self.units = list(dict.fromkeys(unit for units in self.units_of.values() for unit in units))
+        self.segments = [segment for unit in self.units for segment in unit.segments]
+        self.modules = [[m for m in (c.embed, *c.blocks, c.head) if m is not None] for c in stage.chunks]
+        self._lay_out()
+        for segment in self.segments:
+            segment.weight = self._weight(segment)
+        self._chunks_left: dict[Unit, int] = {}  # whose backward, in this step, is still to come
+        self._to_reduce: list[Unit] = []  # of the pass under way, in order
+        self._complete: set[Unit] = set()
+        self._under_way: list = []
+        if self.acts:
+            for module in self.units_of:
+                module.register_forward_pre_hook(self._enter)
+                module.register_forward_hook(self._leave)
+        if meter is not None:
+            self._claim()
+
+    @property
+    def acts(self) -> bool:
+        """Whether anything is to be done between a backward pass and the optimizer's step."""
+        return self.shards or self.comm.size > 1 or self.parallel.grad_dtype == "both"
+
+    # --- a step --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins."""
+        orders = [self._order(chunk) for chunk in range(len(self.modules))]
+        self._chunks_left = {unit: sum(unit in order for order in orders) for unit in self.units}
+        for unit in self.units:
+            unit.used = [False] * len(unit.used)
+
+    @contextmanager
+    def forward(self, chunk: int):
+        """Around a forward pass through one of the stage's chunks."""
+        yield
+
+    @contextmanager
+    def backward(self, chunk: int, kind: str, last: bool):
+        """Around a backward pass through a chunk: what it completes is reduced, as soon as it is complete.
+
+        `last` is the pass after which the chunk's gradients of this step are complete.
+        """
+        self._to_reduce, self._complete = [], set()
+        if self.acts and kind != BACKWARD_INPUT:  # which has put its weight gradients off
+            for unit in self._order(chunk):
+                self._chunks_left[unit] -= last
+                if self.reduces_each or self._chunks_left[unit] == 0:
+                    self._to_reduce.append(unit)
+        yield
+        self._complete.update(self._to_reduce)
+        self._reduce_complete()
+
+    def finish(self, loss: torch.Tensor) -> torch.Tensor:
+        """After the last pass: every segment gets its reduced gradient. Returns the loss, summed over the replicas.
+
+        With it goes which parameters were used. One that no replica used has no gradient, and not one of zeros, along
+        which weight decay would move it.
+        """
+        self._land_all()
+        if not self.acts:
+            for segment in self.segments:
+                segment.gradient = segment.parameter.grad
+            return loss
+        flags = [flag for unit in self.units for flag in unit.used]
+        facts = torch.cat([loss.view(1), torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+        self.comm.all_reduce(facts, out=facts, label="loss", account=SCALAR)
+        names = [name for unit in self.units for name in unit.names]
+        used = {name for name, users in zip(names, facts[1:].tolist(), strict=True) if users}
+        for unit in self.units:
+            for segment in unit.segments:
+                segment.gradient = unit.gradient[segment.at] if segment.name in used else None
+                if segment.name not in used:
+                    segment.parameter.grad = None
+        return facts[0]
+
+    # --- reduction -----------------------------------------------------------------------------------------------
+
+    def _order(self, chunk: int) -> list[Unit]:
+        """A chunk's units in the order in which its backward completes them; what both ends use, last."""
+        units = [unit for module in reversed(self.modules[chunk]) for unit in self.units_of[module]]
+        return sorted(dict.fromkeys(units), key=lambda unit: unit.module is None)
+
+    def _reduce_complete(self) -> None:
+        """Start what can start, in the same order on all ranks, as messages are matched by their order."""
+        while self._to_reduce and self._to_reduce[0] in self._complete:
+            unit = self._to_reduce.pop(0)
+            unit.used = [was or p.grad is not None for was, p in zip(unit.used, unit.parameters, strict=True)]
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        flat = self._take_gradient(unit)
+        self._see_gradient(flat)
+        self._under_way.append((unit, flat, self.comm.all_reduce(flat, out=flat, async_op=True, label=unit.name)))
+
+    def _land(self, unit: Unit, flat: torch.Tensor, handle) -> None:
+        unit.gradient = handle.wait()
+        self._show(unit, flat)
+
+    def _land_all(self) -> None:
+        while self._under_way:
+            self._land(*self._under_way.pop(0))
+
+    def _take_gradient(self, unit: Unit) -> torch.Tensor:
+        """The unit's gradient as one vector, in the dtype of the reduction, and no longer on the parameters."""
+        flat = unit.flat([p.grad for p in unit.parameters], self.reduce_dtype)
+        if self.parallel.grad_dtype != "both" or self.reduces_each:
+            for p in unit.parameters:
+                p.grad = None
+        return flat
+
+    def _show(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Whoever looks for a parameter's gradient finds the reduced one."""
+        if self.parallel.grad_dtype != "both":
+            for p, view in zip(unit.parameters, unit.views(flat), strict=True):
+                p.grad = view
+
+    # --- what happens at each module -----------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, arguments) -> None:
+        self.before_forward(module)
+        x = arguments[0]
+        # Once dx is complete, so are the module's dW; not so where x is a leaf, whose turn may come before theirs.
+        if x.requires_grad and not x.is_leaf:
+            x.register_hook(partial(self._after_backward, module))
+
+    def _leave(self, module: nn.Module, arguments, y) -> None:
+        self.after_forward(module)
+        if y.requires_grad:
+            y.register_hook(partial(self._before_backward, module))
+
+    def _before_backward(self, module: nn.Module, grad) -> None:
+        self.before_backward(module)
+
+    def _after_backward(self, module: nn.Module, grad) -> None:
+        self._complete.update(unit for unit in self.units_of[module] if unit.module is module)
+        self._reduce_complete()
+        self.after_backward(module)
+
+    def before_forward(self, module: nn.Module) -> None: ...
+
+    def after_forward(self, module: nn.Module) -> None: ...
+
+    def before_backward(self, module: nn.Module) -> None: ...
+
+    def after_backward(self, module: nn.Module) -> None: ...
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        """Decide where the weights lie: as the model has them."""
+        for segment in self.segments:
+            segment.stored = segment.parameter.detach().view(-1)
+
+    def _weight(self, segment: Segment) -> nn.Parameter:
+        """What the optimizer steps: the weights where they lie, or a float32 copy (Micikevicius et al. 2018, section
+        3.1: an update far smaller than its weight is lost in 16 bits)."""
+        if self.parallel.master_weights:
+            return nn.Parameter(segment.stored.float())
+        plain = not self.shards and self.reduce_dtype == segment.stored.dtype
+        return segment.parameter if plain else nn.Parameter(segment.stored)
+
+    @property
+    def groups(self) -> list[list[Unit]]:
+        """Which units are stepped at a time: all at once if that takes no memory besides."""
+        plain = all(segment.weight is segment.parameter for segment in self.segments)
+        return [self.units] if plain else [[unit] for unit in self.units]
+
+    def publish(self, unit: Unit) -> None:
+        """The optimizer has stepped `unit`: from here on the model computes with its new weights."""
+        if self.parallel.master_weights:
+            for segment in unit.segments:
+                segment.stored.copy_(segment.weight.detach())
+
+    def end(self) -> None:
+        """The step is over: weights are up to date, gradients are gone."""
+        for unit in self.units:
+            unit.gradient = None
+            for p in unit.parameters:
+                p.grad = None
+        for segment in self.segments:
+            segment.gradient = None
+
+    # --- for those who look --------------------------------------------------------------------------------------
+
+    def _claim(self) -> None:
+        """Tell the meter whose memory is what."""
+        self.meter.claim("parameters", self.stage.parameters())
+        self.meter.claim("parameters", self.stage.buffers())
+        if self.parallel.master_weights:
+            self.meter.claim("optimizer", (segment.weight for segment in self.segments))
+        if not self.reduces_each:  # else it is temporary until it is reduced
+            for p in self.stage.parameters():
+                p.register_post_accumulate_grad_hook(lambda p: self._see_gradient(p.grad))
+
+    def _see_gradient(self, gradient) -> None:
+        if self.meter is not None and gradient is not None:  # autograd also tells of a gradient that has been put off
+            self.meter.see(gradient, "gradients")
+
+    def whole_gradients(self) -> dict[str, torch.Tensor | None]:
+        """After `finish`: each parameter's reduced gradient, by its name. Every rank calls it."""
+        return {s.name: None if s.gradient is None else s.gradient.view_as(s.parameter) for s in self.segments}
+
+    @contextmanager
+    def whole_weights(self):
+        """Inside, the stage's parameters are whole, whatever is shared out. Every rank enters."""
+        yield
