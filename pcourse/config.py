@@ -237,7 +237,7 @@ def _require_sequences(parallel: ParallelConfig, train: TrainConfig) -> None:
         replicas = f" on each of dp={parallel.dp} replicas" if parallel.dp > 1 else ""
         raise ConfigError(
             f"batch={train.batch} sequences cannot fill micro_batches={parallel.micro_batches}{replicas}; "
-            f"micro_batches can be 1 to {least}"
+            f"{'it' if replicas else 'micro_batches'} can be 1 to {least}"
         )
 
 
