@@ -31,7 +31,7 @@ def test_a_bad_value_is_refused(make, words):
 @pytest.mark.parametrize(
     "parallel, train, words",
     [
-        (ParallelConfig(dp=2), TrainConfig(), "dp=2 is not built yet in this version; dp can be 1"),
+        (ParallelConfig(cp=2), TrainConfig(), "cp=2 is not built yet in this version; cp can be 1"),
         (
             ParallelConfig(pp=9),
             TrainConfig(),
@@ -51,7 +51,7 @@ def test_a_bad_value_is_refused(make, words):
             "needs micro_batches in whole rounds of 4, not 6; micro_batches can be 4, 8, 12",
         ),
         (ParallelConfig(pp=2, schedule="zb-v"), TrainConfig(), "chunks can be 2"),
-        (ParallelConfig(zero=1), TrainConfig(), "zero=1 is not built yet"),
+        (ParallelConfig(sequence_parallel=True), TrainConfig(), "sequence_parallel=True is not built yet"),
         (ParallelConfig(tp=3), TrainConfig(), "8 heads do not split over tp=3; tp can be 1, 2, 4, 8"),
         (ParallelConfig(micro_batches=5), TrainConfig(batch=4), "micro_batches can be 1 to 4"),
     ],

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import NoReturn
 
 import torch
 
 from pcourse.comm import Comm
-from pcourse.lab.check import CheckFailed
+from pcourse.lab.check import CheckFailed, NotSolvedYet
 from pcourse.launch.threads import Deadlock
 from pcourse.recorder import Call
 from pcourse.split import ring_wire
@@ -101,6 +101,14 @@ def fail(case: str, words: str) -> NoReturn:
     raise CheckFailed(f"{case}: {' '.join(words.split())}")
 
 
+def not_mended(function, case: str, words: str) -> NoReturn:
+    """NotSolvedYet: the fault that a broken program came with is still there. What it looks like, not what it is."""
+    raise NotSolvedYet(
+        f"Not mended yet. {case}: {' '.join(words.split())}. Find the fault, write the mend in {function.__name__} "
+        "above, run it, then run this check again."
+    )
+
+
 def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     """Equal but for rounding, which differs with the order of a sum; float32 on the way is accurate enough."""
     return got.shape == expected.shape and torch.allclose(got, expected.to(got), rtol=1e-5, atol=1e-5)
@@ -143,10 +151,22 @@ def operations(calls: list[Call]) -> str:
     return ", ".join(call.operation for call in calls) or "nothing"
 
 
+def listed(values: Iterable) -> str:
+    """ "4", "4 and 3", "4, 4 and 3"."""
+    *most, last = map(str, values)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
 def ranks(numbers: Sequence[int]) -> str:
     """Ranks in words: "rank 1", "ranks 0 and 2"."""
-    *most, last = [str(number) for number in numbers]
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
+
+
+def explained(error: CheckFailed, clues: dict[str, str]) -> CheckFailed:
+    """`error`, which tells of an exception, with the clue whose key its words contain, in the same line."""
+    sentence, *place = str(error).splitlines()
+    clue = next((clue for words, clue in clues.items() if words in sentence), "")
+    return CheckFailed("\n".join([f"{sentence}. {clue}" if clue else sentence, *place]))
 
 
 def _noting(comm: Comm, post, unwaited: list[Call]):
