@@ -101,7 +101,7 @@ def fail(case: str, words: str) -> NoReturn:
     raise CheckFailed(f"{case}: {' '.join(words.split())}")
 
 
-def not_mended(function, case: str, words: str) -> NoReturn:
+def not_mended(function, case, words: str) -> NoReturn:
     """NotSolvedYet: the fault that a broken program came with is still there. What it looks like, not what it is."""
     raise NotSolvedYet(
         f"Not mended yet. {case}: {' '.join(words.split())}. Find the fault, write the mend in {function.__name__} "

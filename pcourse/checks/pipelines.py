@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pcourse.checks import ITEM, calls_of, fail, on_ranks, random, require, shares, times
+from pcourse.checks import ITEM, calls_of, fail, listed, not_mended, on_ranks, random, require, shares, times
 from pcourse.comm import Comm
-from pcourse.lab.check import CheckFailed, NotSolvedYet, Scoreboard, check
+from pcourse.lab.check import CheckFailed, Scoreboard, check
 from pcourse.recorder import Call
 from pcourse.wording import aligned_text, count_text, number_text
 
@@ -55,7 +55,7 @@ class Case:
         stages = count_text(self.stages, "stage")
         row = "token" if self.tied else "row"
         if len(set(self.sizes)) > 1:
-            return f"{stages}, micro-batches of {_listed(self.sizes)} {row}s"
+            return f"{stages}, micro-batches of {listed(self.sizes)} {row}s"
         return f"{stages}, {count_text(self.m, 'micro-batch')} of {count_text(self.size, row)}"
 
     @property
@@ -98,11 +98,6 @@ class Layer(nn.Linear):
 
     def _leave(self, grad) -> None:
         self.held -= 1
-
-
-def _listed(values) -> str:
-    *most, last = map(str, values)
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 @dataclass(frozen=True)
@@ -208,14 +203,6 @@ def _noted(call, name: str, posted: list[str]):
     return noting
 
 
-def _not_yet(function, case: Case, words: str):
-    """The fault that the program came with is still there: what it looks like, and not what it is."""
-    raise NotSolvedYet(
-        f"Not mended yet. {case}: {' '.join(words.split())}. Find the fault, write the mend in {function.__name__} "
-        "above, run it, then run this check again."
-    )
-
-
 def _same(got, expected: torch.Tensor) -> bool:
     return got is not None and got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-6, atol=1e-9)
 
@@ -259,7 +246,7 @@ def _require_each_once(case: Case, seen: list[_Seen]) -> None:
     counts = _counts(case, seen)
     for stage, found in enumerate(counts):
         missing = [k for k, count in enumerate(found) if count == 0]
-        words = f"the gradient of stage {stage} lacks micro-batch{'es' * (len(missing) > 1)} {_listed(missing or [0])}"
+        words = f"the gradient of stage {stage} lacks micro-batch{'es' * (len(missing) > 1)} {listed(missing or [0])}"
         require(not missing, str(case), f"{words}: left out, or set to 0 again by what came after?")
         if not _all(found, [1] * case.m):
             fail(str(case), f"stage {stage}'s gradient {_told(case, found)}")
@@ -275,7 +262,7 @@ def _told(case: Case, counts: list[float]) -> str:
         return "is right"
     if len(set(counts)) == 1:
         return f"is {times(counts[0], of=True)} what it should be"
-    return f"has the micro-batches in it {_listed(times(count) for count in counts)}"
+    return f"has the micro-batches in it {listed(times(count) for count in counts)}"
 
 
 # --- a: GPipe ------------------------------------------------------------------------------------------------------
@@ -294,7 +281,7 @@ def gpipe_step(function):
     board = Scoreboard("gradient norm over the unsplit model's, 3 stages", f"measured {SOURCE}")
     for size in (12, 5, 1):
         case = Case(3, 12, size)
-        board.add(f"micro-batches of {_listed(sorted(set(case.sizes), reverse=True))} rows", _ratio(function, case), 1)
+        board.add(f"micro-batches of {listed(sorted(set(case.sizes), reverse=True))} rows", _ratio(function, case), 1)
     return board
 
 
@@ -320,9 +307,9 @@ def _require_averaged(function, case: Case, seen: list[_Seen]) -> None:
         words = f"every gradient is {m} times the unsplit model's, on all stages"
         if abs(_loss_ratio(case, seen) - 1) > 1e-6:
             fail(str(case), f"{words}: only the loss that is returned is divided, and backward begins from another")
-        _not_yet(function, case, f"the loss is right, and {words}")
+        not_mended(function, case, f"the loss is right, and {words}")
     elif _all(counts[0], [mean / m for mean in means]) and len(set(case.sizes)) > 1:
-        told = _listed(times(count) for count in counts[0])
+        told = listed(times(count) for count in counts[0])
         fail(
             str(case),
             f"""the micro-batches are in the gradient {told}: a mean of means, in which a row of the short micro-batch
@@ -404,7 +391,9 @@ def _require_tied(function, case: Case, seen: list[_Seen]) -> None:
         if extra:
             rule = "a collective leaves its input alone. Assign its result, or take out=table.grad"
             fail(str(case), f"{words}. {extra[0]} is called, and what it returns is not in table.grad: {rule}")
-        _not_yet(function, case, f"the loss is right, and {words}: the copies part with the first optimizer step")
+        not_mended(
+            function, str(case), f"the loss is right, and {words}: the copies part with the first optimizer step"
+        )
     for stage, (embedding, head) in found.items():
         if not (_all(embedding, one) and _all(head, one)):
             fail(str(case), f"the table on stage {stage} {_tied_words(case, stage, embedding, head, found)}")
@@ -439,7 +428,7 @@ def _tied_words(case: Case, stage: int, embedding, head, found) -> str:
         return f"has only its own gradient, as {uses[0]}, and the other end has the sum: both need it, or they part"
     if _all(own, [0] * m) and _all(other, [1] * m):
         return f"has only the other end's gradient, as {uses[1]}: what arrives must be added, and here it replaces"
-    counts = _listed(f"{times(c)}" for c in embedding), _listed(f"{times(c)}" for c in head)
+    counts = listed(f"{times(c)}" for c in embedding), listed(f"{times(c)}" for c in head)
     told = f"has the micro-batches as embedding {counts[0]}, as head {counts[1]}"
     if all(a >= b for row in (embedding, head) for a, b in zip(row, row[1:], strict=False)) and max(both) > 1:
         return f"{told}: what is summed after one micro-batch is summed again after the next. Sum once, at the end"
@@ -479,7 +468,7 @@ def _say_stuck(function, case: Case, stuck: _Deadlock):
         clue = ". A rank has ended before it had received all that is sent to it: every micro-batch must come back"
     elif "All of them send first" in words:
         if not stuck.asynchronous:
-            _not_yet(function, case, words.partition(". All of them")[0])
+            not_mended(function, case, words.partition(". All of them")[0])
         clue = ". An isend whose wait() follows at once waits like a send: wait for it after the receive"
         words = words.partition(": a send returns only")[0]
     elif "has no send" in words:
