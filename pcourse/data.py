@@ -41,4 +41,5 @@ def batch(model: ModelConfig, train: TrainConfig, step: int, rows: slice = slice
     starts = torch.randint(len(text) - model.sequence - 1, (train.batch,), generator=generator)[rows]
     window = text[starts[:, None] + torch.arange(model.sequence + 1)].long() % model.vocab
     window = window.to(device)
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+    # Copied even where that is contiguous, of one sequence: so what is kept of a batch does not depend on its size.
+    return tuple(x.clone(memory_format=torch.contiguous_format) for x in (window[:, :-1], window[:, 1:]))

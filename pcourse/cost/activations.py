@@ -53,7 +53,7 @@ def sizes(
 
 
 class Kept(NamedTuple):
-    """What autograd keeps of one part of a piece, in bytes, in the order of the forward pass.
+    """What autograd keeps of one `part` of a piece, in bytes; parts stand in the order of the forward pass.
 
     `again` is what comes on top when backward runs a recomputed part again, to be freed with the rest. `later` is what
     a backward-input leaves for a weight gradient that is put off: the matrix's input, and the gradient of its output.
@@ -71,23 +71,28 @@ Run = tuple[Kept, ...]  # parts that backward runs again together, if it does
 def kept_by_layer(model: ModelConfig, own: Sizes, recompute: str = "none") -> tuple[Run, ...]:
     """What one layer keeps, as Korthikanti et al. 2022 (section 4.1) take it apart, under a recompute policy.
 
-    Theirs is 34sbh + 5as²b bytes, at 16 bits with dropout, f = 4h, as many keys as queries: 4sbh norms, 11sbh attention
-    and 5as²b its scores, 19sbh MLP. The norms' mean and deviation, and the causal mask, come on top here. Tensor
-    parallelism leaves 10sbh of it whole and shares the other 24sbh + 5as²b (equation 2), with sequence parallelism it
-    shares all (equation 4). Selective recompute leaves the scores out (equation 6); full recompute keeps the layer's
-    input alone, 2sbh.
+    Theirs is 34sbh + 5as²b bytes, at 16 bits with dropout, f = 4h, as many keys as queries: 4sbh norms, 11sbh + 5as²b
+    attention, 19sbh MLP. The norms' mean and deviation, and the causal mask, come on top here. Tensor parallelism
+    leaves 10sbh whole and shares the other 24sbh + 5as²b (equation 2), with sequence parallelism it shares all
+    (equation 4). Selective recompute leaves the scores out (equation 6); full recompute keeps the layer's input alone,
+    2sbh.
     """
     h, w = own.hidden, own.width
     stream, mask = own.stream * h * w, _mask(model) * own.stream * h
     query, projected, ffn, sums = (own.tokens * n * w for n in (own.query, own.query + 2 * own.key, own.ffn, h))
-    norm = Kept("norms", stream + 2 * own.stream * w)  # input, mean and deviation
-    before = norm, Kept("attention", stream, later=stream + projected)
     made, scores, projection_stays = _attend(model, own, query)
-    core = Kept("attention", made + projected * projection_stays), Kept("scores", scores)
+    norm = Kept("norm", stream + 2 * own.stream * w)  # input, mean and deviation
+    before = norm, Kept("attention: projection", stream, later=stream + projected)
+    core = (
+        Kept("attention: q, k, v", made + projected * projection_stays),
+        Kept("attention: scores", scores),
+    )
     after = (
-        Kept("attention", query + mask, later=query + sums),
+        Kept("attention: output", query + mask, later=query + sums),
         norm,
-        Kept("mlp", stream + 2 * ffn + mask, later=stream + 2 * ffn + sums),  # read by `up`, GeLU and `down`
+        Kept("mlp: up", stream, later=stream + ffn),
+        Kept("mlp: GeLU", ffn),
+        Kept("mlp: down", ffn + mask, later=ffn + sums),
     )
     if recompute == "full":
         first, *others = (_again(part) for part in before + core + after)
@@ -95,7 +100,8 @@ def kept_by_layer(model: ModelConfig, own: Sizes, recompute: str = "none") -> tu
     if recompute == "selective":
         # q, k, v stay. A fused output, which `out` has kept of the first run, is there twice.
         made += query if model.attention == "fused" else 0
-        return before, (Kept("attention", projected, again=made), Kept("scores", 0, again=scores)), after
+        q_k_v, scored = core
+        return before, (q_k_v._replace(kept=projected, again=made), _again(scored)), after
     return (before + core + after,)
 
 
@@ -132,9 +138,9 @@ def kept_by_head(model: ModelConfig, own: Sizes) -> tuple[Run, ...]:
     stream = own.stream * own.hidden * own.width
     others = 2 * FLAG * own.tokens if own.vocab < model.vocab else own.loss_width
     run = (
-        Kept("norms", stream + 2 * own.stream * own.width),
-        Kept("logits", stream, later=stream + own.tokens * own.vocab * own.width),
-        Kept("logits", own.tokens * (own.vocab * own.loss_width + INDEX) + others),
+        Kept("norm", stream + 2 * own.stream * own.width),
+        Kept("logits: input", stream, later=stream + own.tokens * own.vocab * own.width),
+        Kept("logits: loss", own.tokens * (own.vocab * own.loss_width + INDEX) + others),
     )
     return (run,)
 

@@ -11,6 +11,7 @@ from pcourse.cost.layers import pieces
 from pcourse.parallel.partition import stages_of
 from pcourse.split import shard_sizes
 
+ENDS = ("embedding", "head")  # the pieces that use the token matrix
 TIED = "tied matrix"
 
 
@@ -25,10 +26,15 @@ def units(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank
     each = pieces(model, tp=parallel.tp, tp_rank=tp_rank)
     places = schedule.places(parallel.stage_of(rank))
     found = {piece.name: piece.parameters for place in sorted(places) for piece in parts[place].pieces(each)}
-    ends = [name for name in ("embedding", "head") if name in found]
+    ends = [name for name in ENDS if name in found]
     if model.tied and ends:
         matrix = shard_sizes(model.vocab, parallel.tp)[tp_rank] * model.hidden
         for name in ends:
             found[name] -= matrix
         found[TIED] = matrix
     return found
+
+
+def dp_rank(parallel: ParallelConfig, rank: int) -> int:
+    """Which replica `rank` belongs to: the ranks count along tp first, then cp, pp and dp."""
+    return rank // (parallel.tp * parallel.cp * parallel.pp)
