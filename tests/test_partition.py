@@ -12,7 +12,7 @@ from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.layers import model_states, pieces
 from pcourse.meter import MemoryMeter
 from pcourse.model import build
-from pcourse.parallel.partition import Part, balance, part_bytes, part_flops, part_parameters, partition
+from pcourse.parallel.partition import Part, balance, part_bytes, part_flops, part_parameters, partition, stages_of
 from pcourse.train import memory_pass
 from pcourse.world import World
 
@@ -262,3 +262,14 @@ def test_parts_read_well():
 def test_what_cannot_be_cut_is_refused(make, words):
     with pytest.raises(ConfigError if "costs" not in words else ValueError, match=words):
         make()
+
+
+def test_by_memory_of_what_a_split_leaves():
+    """Recomputed layers keep next to nothing, so that the head with its logits weighs more beside them."""
+    model, train = LARGE_VOCABULARY.but(vocab=1000), TrainConfig(batch=32)
+    split = {"pp": 2, "micro_batches": 4, "partition": "memory", "schedule": "gpipe"}
+
+    def last(**how):
+        return len(stages_of(model, ParallelConfig(**split, **how), train)[1][-1].layers)
+
+    assert last(recompute="full") < last(recompute="full", recompute_every=2) < last()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pcourse.config import BYTES, ConfigError, ModelConfig, listed
+from pcourse.config import BYTES, ConfigError, ModelConfig, ParallelConfig, listed
 from pcourse.cost.activations import Run, Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes
 
 OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}  # numbers of state for each parameter
@@ -37,15 +37,23 @@ class Piece:
 
 
 def pieces(
-    model: ModelConfig, sequences: int = 1, *, tp: int = 1, tp_rank: int = 0, sequence_parallel: bool = False
+    model: ModelConfig,
+    sequences: int = 1,
+    *,
+    tp: int = 1,
+    tp_rank: int = 0,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+    recompute_every: int = 1,
 ) -> tuple[Piece, ...]:
     """The embedding, each layer and the head, in model order, for a micro-batch of `sequences`: what rank `tp_rank` of
-    the `tp` that share them holds and computes.
+    the `tp` that share them holds, computes once, and keeps from forward to backward.
 
     A tied output matrix counts in the embedding *and* in the head: on two stages it is two copies.
     """
     own = sizes(model, sequences, tp=tp, tp_rank=tp_rank, sequence_parallel=sequence_parallel)
-    layers = (_layer(model, own, f"layer {i}") for i in range(model.layers))
+    policies = ("none" if i % recompute_every else recompute for i in range(model.layers))
+    layers = (_layer(model, own, f"layer {i}", policy) for i, policy in enumerate(policies))
     return (_embedding(model, own), *layers, _head(model, own))
 
 
@@ -55,6 +63,9 @@ class StateBytes(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
+
+
+DIVIDED_FROM = StateBytes(parameters=3, gradients=2, optimizer=1)  # the ZeRO stage (Rajbhandari et al. 2020, section 5)
 
 
 def bytes_per_parameter(
@@ -78,6 +89,12 @@ def bytes_per_parameter(
     return StateBytes(w, gradients[grad_dtype], FLOAT32 * (copies + 1) if master_weights else w * copies)
 
 
+def bytes_on_a_replica(model: ModelConfig, parallel: ParallelConfig, optimizer: str) -> float:
+    """Bytes of model states that one replica holds for each parameter, on average: what ZeRO leaves of them."""
+    each = bytes_per_parameter(model.dtype, optimizer, parallel.grad_dtype, parallel.master_weights)
+    return sum(n / (parallel.dp if parallel.zero >= stage else 1) for n, stage in zip(each, DIVIDED_FROM, strict=True))
+
+
 def model_states(parameters: int, dtype: str, optimizer: str) -> int:
     """Bytes of the parameters, their gradients and the optimizer's state, all in `dtype`.
 
@@ -97,7 +114,7 @@ def _embedding(model: ModelConfig, own: Sizes) -> Piece:
     return Piece("embedding", parameters, 0, 0, 0, _total(kept_by_embedding(model, own)))
 
 
-def _layer(model: ModelConfig, own: Sizes, name: str) -> Piece:
+def _layer(model: ModelConfig, own: Sizes, name: str, recompute: str) -> Piece:
     """Forward 24bsh² + 4bs²h FLOPs at f = 4h and kv_heads = heads (Narayanan et al. 2021, appendix).
 
     Both operands of Q·Kᵀ and of scores·V are activations: backward-input takes two products for each, and nothing is
@@ -114,7 +131,7 @@ def _layer(model: ModelConfig, own: Sizes, name: str) -> Piece:
         forward=linear + attention,
         backward_input=linear + 2 * attention,
         backward_weight=linear,
-        activations=_total(kept_by_layer(model, own)),
+        activations=_total(kept_by_layer(model, own, recompute)),
     )
 
 

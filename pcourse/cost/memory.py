@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed, tp_degrees
-from pcourse.cost.layers import StateBytes, bytes_per_parameter
+from pcourse.cost.layers import DIVIDED_FROM, StateBytes, bytes_per_parameter
 from pcourse.cost.moments import Walk, sizes_on
 from pcourse.cost.temporary import gathered, optimizer_step, passing, tied_gradient, unreduced
 from pcourse.cost.units import TIED, dp_rank, units
 from pcourse.report import CATEGORIES, MemoryLedger
 from pcourse.split import shard_sizes
-
-DIVIDED_FROM = StateBytes(parameters=3, gradients=2, optimizer=1)  # the ZeRO stage (Rajbhandari et al. 2020, section 5)
 
 
 def memory(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int = 0) -> MemoryLedger:

@@ -12,7 +12,7 @@ from numbers import Integral
 from operator import add
 
 from pcourse.config import PARTITIONS, ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed
-from pcourse.cost.layers import Piece, model_states, piece_bytes, pieces
+from pcourse.cost.layers import Piece, bytes_on_a_replica, model_states, pieces
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
 from pcourse.split import shard_sizes
@@ -44,6 +44,7 @@ def partition(
     sequences: int = 1,
     in_flight: Sequence[float] | None = None,
     optimizer: str = "adamw",
+    parallel: ParallelConfig | None = None,
 ) -> tuple[Part, ...]:
     """Cut `model` into `parts` parts by one of three rules.
 
@@ -51,7 +52,8 @@ def partition(
       take one more, as the ends also hold the embedding and the head.
     - `compute`: the smallest possible largest `part_flops`.
     - `memory`: the smallest possible largest `part_bytes`, with micro-batches of `sequences` and `in_flight[i]` of them
-      held by part i at its peak (one each if left out).
+      held by part i at its peak (one each if left out); or what tensor parallelism, ZeRO, mixed precision and recompute
+      leave of those bytes in `parallel`.
 
     The last two cut between any two pieces, so a part may hold the embedding alone or the head alone. Raises
     ConfigError for parts that would stay empty, with the numbers that would do.
@@ -59,12 +61,17 @@ def partition(
     _require(model, parts, rule, in_flight)
     if rule == "uniform":
         return parts_of(_uniform(model.layers, parts), model)
-    each = pieces(model, sequences)
     if rule == "compute":
-        return parts_of(balance([piece.flops for piece in each], parts), model)
+        return parts_of(balance([piece.flops for piece in pieces(model, sequences)], parts), model)
     held = in_flight if in_flight is not None else [1] * parts
+    split = parallel or ParallelConfig()
+    recompute = {"recompute": split.recompute, "recompute_every": split.recompute_every}
+    states = bytes_on_a_replica(model, split, optimizer)
     # A tied matrix counts twice here: its two pieces meet on one part only where there is no choice.
-    costs = [[piece_bytes(piece, model, in_flight=n, optimizer=optimizer) for n in held] for piece in each]
+    costs = [
+        [states * piece.parameters + n * piece.activations for n in held]
+        for piece in pieces(model, sequences, tp=split.tp, **recompute)
+    ]
     return parts_of(balance(costs, parts), model)
 
 
@@ -79,7 +86,7 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) 
     schedule = make_schedule(parallel.schedule, *sizes)
     held = [peak_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.parts)]
     sequences = max(shard_sizes(max(shard_sizes(train.batch, parallel.dp)), parallel.micro_batches))
-    how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer}
+    how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer, "parallel": parallel}
     return schedule, partition(model, schedule.parts, parallel.partition, **how)
 
 
