@@ -1,15 +1,15 @@
 """The state of a training run on disk: saved by the ranks of one split, loaded by those of any other.
 
-Each rank writes what it owns (`parallel/unit.py`) to a file of its own. What an element is called does not depend on
-the split: by its parameter's name in the unsplit model and its place in that. So a state that 4 ranks have saved loads
-onto 3, or onto other axes.
+Each rank writes what it owns (`parallel/unit.py`) to a file of its own; of replicas that share nothing out, the first.
+What an element is called does not depend on the split: by its parameter's name in the unsplit model and its place in
+that. So a state that 4 ranks have saved loads onto 3, or onto other axes.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,17 +17,18 @@ import torch
 from pcourse.config import ConfigError, listed
 from pcourse.model import GPT
 from pcourse.parallel.shard import Shard, shard_of
+from pcourse.parallel.unit import Segment, segments_of
 from pcourse.train import Trainer
 
 WEIGHT = "weight"  # beside the optimizer's own names: exp_avg, exp_avg_sq, step
 _FILE = re.compile(r"rank-(\d+)-of-(\d+)\.pt")
 
 
-def save(trainer: Trainer, directory: str | Path) -> None:
-    """Write this rank's weights and optimizer state to `directory`, which all ranks share. Every rank calls it.
+def save(trainer: Trainer, directory: str | Path, step: int) -> None:
+    """Write this rank's weights and optimizer state, after so many steps, to `directory`, which all ranks share.
 
-    Of master weights and their 16-bit copies, the masters are written. Raises ConfigError where another number of ranks
-    has saved there.
+    Every rank calls it. Of master weights and their 16-bit copies, the masters are written. Raises ConfigError where
+    another number of ranks has saved there.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -35,64 +36,59 @@ def save(trainer: Trainer, directory: str | Path) -> None:
     if others := {size for _, size in _saved(directory)} - {ranks}:
         raise ConfigError(f"{directory} holds what {listed(others)} ranks saved, not {ranks}; save to an empty folder")
     pieces = []
-    for piece in _owned(trainer):
-        values = {WEIGHT: piece.weight.detach(), **piece.state}
-        shard = piece.shard and (piece.shard.dim, piece.shard.index)
-        kept = {key: (value.flatten() if value.dim() else value).cpu() for key, value in values.items()}
-        pieces.append((piece.name, shard, piece.start, piece.stop, kept))
-    torch.save((_sizes(trainer), pieces), directory / f"rank-{rank}-of-{ranks}.pt")
+    if trainer.replicas.shards or trainer.mesh.dp.rank == 0:
+        for name, segment, optimizer in _owned(trainer):
+            state = {} if optimizer is None else optimizer.state.get(segment.weight, {})
+            values = {WEIGHT: segment.weight.detach(), **state}
+            kept = {key: (value.flatten() if value.dim() else value).cpu() for key, value in values.items()}
+            shard = shard_of(segment.parameter)
+            pieces.append((name, shard and (shard.dim, shard.index), segment.start, segment.stop, kept))
+    path = directory / f"rank-{rank}-of-{ranks}.pt"
+    torch.save((step, _sizes(trainer), pieces), unfinished := path.with_suffix(".unfinished"))
+    trainer.comm.barrier()
+    os.replace(unfinished, path)  # all at once, when all are written: what was saved before stays whole until then
     trainer.comm.barrier()
 
 
-def load(trainer: Trainer, directory: str | Path) -> None:
-    """Put what `directory` holds into a trainer of the same model, split in any way. Every rank calls it.
+def load(trainer: Trainer, directory: str | Path) -> int:
+    """Put what `directory` holds into a trainer of the same model, split in any way; returns after how many steps it
+    was saved. Every rank calls it.
 
     Each rank reads every file, and needs host memory for the whole state meanwhile. Raises ConfigError where files are
-    missing, or are of another model.
+    missing, or are of another model or of different steps.
     """
     shapes = _shapes(trainer)
-    whole = _whole(_files(Path(directory)), _sizes(trainer), shapes)
-    for piece in _owned(trainer):
-        values = whole[piece.name]
-        places = _places(shapes[piece.name], piece.shard, piece.start, piece.stop)
-        mine = {key: flat[places] if flat.dim() else flat.clone() for key, flat in values.items()}
+    step, whole = _whole(_files(Path(directory)), _sizes(trainer), shapes)
+    for name, segment, optimizer in _owned(trainer):
+        weight = segment.weight
+        places = _places(shapes[name], shard_of(segment.parameter), segment.start, segment.stop)
+        mine = {key: flat[places] if flat.dim() else flat.clone() for key, flat in whole[name].items()}
         with torch.no_grad():
-            piece.weight.copy_(mine.pop(WEIGHT).view_as(piece.weight))
-        if mine:
-            weight = piece.weight
-            piece.optimizer.state[weight] = {
+            weight.copy_(mine.pop(WEIGHT).view_as(weight))
+        if mine and optimizer is not None:
+            optimizer.state[weight] = {
                 key: value.view_as(weight).to(weight) if value.dim() else value for key, value in mine.items()
             }
     for unit in trainer.replicas.units:
-        trainer.replicas.publish(unit)
-    trainer.replicas.end()
+        trainer.replicas.use_new_weights(unit)
+    trainer.replicas.finish_step()
+    return step
 
 
-@dataclass
-class _Piece:
-    """Elements `start` to `stop` of a flattened parameter, or of the `shard` of it that this rank holds."""
+def _owned(trainer: Trainer) -> Iterator[tuple[str, Segment, torch.optim.Optimizer | None]]:
+    """What this rank owns, its name, and its optimizer; of what is frozen, which nobody shares out, the whole.
 
-    name: str
-    shard: Shard | None
-    start: int
-    stop: int
-    weight: torch.nn.Parameter
-    optimizer: torch.optim.Optimizer | None  # None: it is frozen
-
-    @property
-    def state(self) -> dict[str, torch.Tensor]:
-        return {} if self.optimizer is None else self.optimizer.state.get(self.weight, {})
-
-
-def _owned(trainer: Trainer) -> Iterator[_Piece]:
-    """What this rank owns. A tied matrix goes by the name that the unsplit model lists it under."""
+    A tied matrix goes by the name that the unsplit model lists it under.
+    """
     tied = {"head.output.weight": "embed.tokens.weight"} if trainer.config.tied else {}
-    for optimizer, units in zip(trainer.optimizers, trainer.replicas.groups, strict=True):
-        for s in (segment for unit in units for segment in unit.segments):
-            yield _Piece(tied.get(s.name, s.name), shard_of(s.parameter), s.start, s.stop, s.weight, optimizer)
+    for optimizer, units in trainer.optimizers:
+        for segment in segments_of(units):
+            yield tied.get(segment.name, segment.name), segment, optimizer
     for name, p in trainer.model.named_parameters():
         if not p.requires_grad:
-            yield _Piece(tied.get(name, name), shard_of(p), 0, p.numel(), p, None)
+            segment = Segment(name, p, 0, p.numel(), slice(None))
+            segment.weight = p
+            yield tied.get(name, name), segment, None
 
 
 def _sizes(trainer: Trainer) -> dict:
@@ -116,11 +112,13 @@ def _places(shape: torch.Size, shard: Shard | None, start: int, stop: int) -> to
     return (places if shard is None else shard.of(places)).flatten()[start:stop]
 
 
-def _whole(files: list[Path], sizes: dict, shapes: dict[str, torch.Size]) -> dict[str, dict[str, torch.Tensor]]:
-    """Every parameter's weights and optimizer state, flattened and whole; step counters as they are."""
+def _whole(files: list[Path], sizes: dict, shapes: dict[str, torch.Size]) -> tuple[int, dict]:
+    """The step, and every parameter's weights and optimizer state, flattened and whole; step counters as they are."""
     whole = {name: {} for name in shapes}
+    steps = set()
     for path in files:
-        saved, pieces = torch.load(path, weights_only=True)
+        step, saved, pieces = torch.load(path, weights_only=True)
+        steps.add(step)
         if others := [f"{name}={saved[name]}, not {sizes[name]}" for name in sizes if saved[name] != sizes[name]]:
             raise ConfigError(f"{path} is of another model: {listed(others)}")
         for name, shard, start, stop, values in pieces:
@@ -131,7 +129,9 @@ def _whole(files: list[Path], sizes: dict, shapes: dict[str, torch.Size]) -> dic
                     flat[places] = value
                 else:
                     whole[name][key] = value
-    return whole
+    if len(steps) > 1:
+        raise ConfigError(f"{files[0].parent} holds files of steps {listed(sorted(steps))}: a save was cut short")
+    return steps.pop(), whole
 
 
 def _saved(directory: Path) -> list[tuple[int, int]]:

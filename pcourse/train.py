@@ -24,6 +24,7 @@ from pcourse.parallel.recompute import recompute
 from pcourse.parallel.shard import is_copy, shard_of
 from pcourse.parallel.stage import Stage
 from pcourse.parallel.tensor import tensor_parallel
+from pcourse.parallel.unit import Unit, segments_of
 from pcourse.parallel.zero import ZERO_STAGES
 from pcourse.report import MemoryLedger, Report
 from pcourse.split import shard_range
@@ -52,12 +53,12 @@ class Trainer:
         mine = shard_range(train.batch, parallel.dp, self.mesh.dp.rank)
         rows = (shard_range(len(mine), parallel.micro_batches, k) for k in range(parallel.micro_batches))
         self.micro_batches = [range(mine.start + r.start, mine.start + r.stop) for r in rows]
-        self.optimizers = [self._optimizer(units) for units in self.replicas.groups]
+        self.optimizers = [(self._optimizer(units), units) for units in self.replicas.stepped_together]
 
-    def _optimizer(self, units) -> torch.optim.Optimizer:
+    def _optimizer(self, units: list[Unit]) -> torch.optim.Optimizer:
         """The optimizer of what this rank owns of `units`, which may be nothing."""
         kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self.train.optimizer]
-        weights = [segment.weight for unit in units for segment in unit.segments]
+        weights = [segment.weight for segment in segments_of(units)]
         optimizer = kind([{"params": weights}], lr=self.train.learning_rate, weight_decay=self.train.weight_decay)
         if self.meter is not None:
             self.meter.watch(optimizer)
@@ -80,12 +81,12 @@ class Trainer:
         return self.accumulate(load, self.train.batch * self.config.sequence, dropout_seed(self.train, number))
 
     def accumulate(self, load, total: int, dropout_seed: int = 0) -> torch.Tensor:
-        """As `forward_backward`, of the sequences that `load` gives, whose targets are `total` over all ranks."""
-        self.replicas.begin()
+        """As `forward_backward`: `load(rows)` gives those sequences' tokens and targets, of which all ranks together
+        have `total`. `update` follows before this is called again."""
         loss = self.pipeline.run(self.micro_batches, load, total, dropout_seed)
-        loss = self.replicas.finish(loss)
-        tied = [s.gradient for s in self.replicas.segments if s.parameter is self.model.tied_weight]
-        self.pipeline.sum_tied(*tied)
+        loss = self.replicas.finish_backward(loss)
+        tied = (s.gradient for s in self.replicas.segments if s.parameter is self.model.tied_weight)
+        self.pipeline.sum_tied(next(tied, None))
         return loss
 
     def gradient_norm(self) -> torch.Tensor:
@@ -106,15 +107,15 @@ class Trainer:
             factor = (self.train.clip / (norm + 1e-6)).clamp(max=1.0)
             for s in self.replicas.segments:
                 if s.gradient is not None:
-                    s.gradient.mul_(factor.to(s.gradient.dtype))
-        for optimizer, units in zip(self.optimizers, self.replicas.groups, strict=True):
-            for s in (segment for unit in units for segment in unit.segments):
+                    s.gradient.mul_(factor)
+        for optimizer, units in self.optimizers:
+            for s in segments_of(units):
                 s.weight.grad = None if s.gradient is None else s.gradient.view_as(s.weight).to(s.weight.dtype)
             optimizer.step()
             optimizer.zero_grad()
             for unit in units:
-                self.replicas.publish(unit)
-        self.replicas.end()
+                self.replicas.use_new_weights(unit)
+        self.replicas.finish_step()
 
 
 def time_pass(

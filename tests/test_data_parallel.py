@@ -226,7 +226,7 @@ def test_the_optimizer_steps_only_what_the_rank_owns():
     def program(comm, zero):
         trainer = Trainer(comm, TINY, ParallelConfig(dp=3, zero=zero), TrainConfig(batch=3))
         trainer.step(0)
-        return sum(v.numel() for o in trainer.optimizers for s in o.state.values() for v in s.values() if v.dim())
+        return sum(v.numel() for o, _ in trainer.optimizers for s in o.state.values() for v in s.values() if v.dim())
 
     total = sum(p.numel() for p in build(TINY).parameters())
     assert World(3, "threads").run(program, 0) == [2 * total] * 3

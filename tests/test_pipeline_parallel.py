@@ -181,7 +181,7 @@ def test_unequal_token_counts_weigh_by_tokens():
         counted = int((load(range(5))[1] != -100).sum())
         pipeline = Pipeline(comm, schedule, stage)
         loss = pipeline.run([range(0, 2), range(2, 4), range(4, 5)], load, counted)
-        pipeline.sum_tied()
+        pipeline.sum_tied(stage.tied_gradient)
         return loss.item(), {name: p.grad for name, p in stage.named_parameters()}
 
     whole = build(model)
@@ -209,7 +209,7 @@ def test_two_rounds_of_accumulation_are_one_big_batch():
         pipeline = Pipeline(comm, schedule, stage)
         for rows in ([range(0, 2), range(2, 4)], [range(4, 6), range(6, 8)]):
             pipeline.run(rows, load, 8 * model.sequence)
-        pipeline.sum_tied()
+        pipeline.sum_tied(stage.tied_gradient)
         return {name: p.grad for name, p in stage.named_parameters()}
 
     whole = build(model)

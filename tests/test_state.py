@@ -1,7 +1,5 @@
 """A training run saved by one split and continued by another is the run that nobody interrupted."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -22,26 +20,31 @@ SPLITS = {
 
 
 def steps(parallel, directory, first, last, model=MODEL, train=TRAIN, resume=False, prepare=None):
-    """Losses of steps `first` to `last` on a new world, which resumes from `directory` or saves to it at the end."""
+    """Losses and norms of steps `first` to `last` on a new world, which resumes from `directory` or saves there."""
 
     def program(comm):
         trainer = Trainer(comm, model, parallel, train, prepare=prepare)
         if resume:
-            load(trainer, directory)
-        losses = [trainer.step(number) for number in range(first, last)]
+            assert load(trainer, directory) == first
+        results = [trainer.step(number) for number in range(first, last)]
         if not resume:
-            save(trainer, directory)
-        return losses
+            save(trainer, directory, last)
+        return results
 
     return World(parallel.ranks, backend="threads").run(program)[0]
 
 
-@pytest.mark.parametrize("before, after", list(itertools.product(SPLITS, SPLITS)))
-def test_another_split_goes_on(tmp_path, before, after):
-    uninterrupted = steps(ParallelConfig(), tmp_path / "unused", 0, 4)
-    steps(SPLITS[before], tmp_path / "state", 0, 2)
-    resumed = steps(SPLITS[after], tmp_path / "state", 2, 4, resume=True)
-    assert torch.allclose(torch.tensor(resumed), torch.tensor(uninterrupted[2:]), rtol=1e-10, atol=0)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return steps(ParallelConfig(), tmp_path_factory.mktemp("unused"), 0, 4)
+
+
+@pytest.mark.parametrize("before", SPLITS)
+def test_another_split_goes_on(tmp_path, before, uninterrupted):
+    steps(SPLITS[before], tmp_path, 0, 2)
+    for after in SPLITS.values():
+        resumed = steps(after, tmp_path, 2, 4, resume=True)
+        assert torch.allclose(torch.tensor(resumed), torch.tensor(uninterrupted[2:]), rtol=1e-10, atol=0)
 
 
 def test_master_weights_are_what_is_saved(tmp_path):
@@ -80,6 +83,22 @@ def test_what_cannot_be_loaded(tmp_path):
         steps(ParallelConfig(), tmp_path, 0, 1)
     with pytest.raises(RankError, match="another model: vocab=19, not 23"):
         steps(ParallelConfig(), tmp_path, 0, 1, model=MODEL.but(vocab=23), resume=True)
+    one = (tmp_path / "rank-1-of-2.pt").read_bytes()
+    steps(ParallelConfig(dp=2), tmp_path, 0, 2)
+    (tmp_path / "rank-1-of-2.pt").write_bytes(one)
+    with pytest.raises(RankError, match="files of steps 1, 2: a save was cut short"):
+        steps(ParallelConfig(), tmp_path, 1, 2, resume=True)
     (tmp_path / "rank-1-of-2.pt").unlink()
     with pytest.raises(RankError, match="without that of rank 1"):
         steps(ParallelConfig(), tmp_path, 0, 1, resume=True)
+
+
+def test_what_was_trained_may_be_frozen_from_then_on(tmp_path):
+    steps(ParallelConfig(), tmp_path, 0, 1)
+
+    def freeze(model):
+        model.embed.requires_grad_(False)
+        return model
+
+    ((loss, _),) = steps(ParallelConfig(dp=2, zero=3), tmp_path, 1, 2, resume=True, prepare=freeze)
+    assert loss > 0

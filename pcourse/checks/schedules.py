@@ -211,7 +211,7 @@ def _run(comm: Comm, schedule: Schedule, model: ModelConfig) -> dict[str, torch.
     pipeline = Pipeline(comm, schedule, stage)
     rows = [range(k, k + 1) for k in range(case.m)]
     pipeline.run(rows, lambda some: _load(case, model, some), case.m * model.sequence)
-    pipeline.sum_tied()
+    pipeline.sum_tied(stage.tied_gradient)
     return {name: p.grad for name, p in stage.named_parameters()}
 
 

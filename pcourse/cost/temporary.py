@@ -112,7 +112,7 @@ class Unreduced(NamedTuple):
 def unreduced(unit: int, model: ModelConfig, parallel: ParallelConfig) -> Unreduced:
     w, wide = BYTES[model.dtype], BYTES["float32"]
     vector = unit * (w if parallel.grad_dtype == "same" else wide)
-    copies = vector * (2 if parallel.grad_dtype == "both" else 1)
+    copies = vector
     if parallel.zero >= 2:
         return Unreduced(unit * (wide if parallel.grad_dtype == "float32" else w), copies, vector)
     acts = parallel.dp > 1 or parallel.zero or parallel.grad_dtype == "both"

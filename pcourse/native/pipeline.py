@@ -72,7 +72,7 @@ class TorchPipeline:
         x = () if self.model.embed is None else (tokens,)
         y = {} if self.model.head is None else {"target": targets, "losses": losses}
         self.schedule.step(*x, **y, return_outputs=False)
-        self.sum_tied()
+        self.sum_tied(self.model.tied_gradient)
         loss = torch.zeros((), dtype=self.dtype, device=self.comm.device)
         for part in losses:
             loss += part.detach()

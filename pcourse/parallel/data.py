@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from pcourse.config import ParallelConfig
 from pcourse.model import DTYPE
 from pcourse.parallel.schedules import BACKWARD_INPUT
 from pcourse.parallel.stage import Stage
-from pcourse.parallel.unit import Segment, Unit, units_of
+from pcourse.parallel.unit import Segment, Unit, segments_of, units_of
 
 
 class DataParallel:
@@ -33,6 +34,9 @@ class DataParallel:
 
     All start from the weights of the first of them. `meter` is a MemoryMeter that shall know whose memory is what.
     `zero.py` changes what is owned, when gradients are reduced, and where weights are.
+
+    A step: `backward(…)` around each backward pass, `finish_backward` after the last; then the optimizer steps every
+    `segment.weight` along `segment.gradient`, `use_new_weights` tells of each unit that it has, `finish_step` ends it.
     """
 
     shards = False  # whether a rank owns only its shard of each unit
@@ -42,87 +46,52 @@ class DataParallel:
         self.comm, self.stage, self.parallel, self.meter = comm, stage, parallel, meter
         dtype = DTYPE[stage.config.dtype]
         self.reduce_dtype = dtype if parallel.grad_dtype == "same" else torch.float32
+        # Whether anything is to be done between a backward pass and the optimizer's step.
+        self.reduces = self.shards or comm.size > 1 or parallel.grad_dtype == "both"
         for p in stage.parameters():
             comm.broadcast(p.detach(), out=p.detach(), label="weights", account="start-up")
             if p.requires_grad and parallel.grad_dtype == "float32":
                 p.grad_dtype = torch.float32  # autograd itself then adds up in float32
         self.units_of = units_of(stage, *((comm.size, comm.rank) if self.shards else (1, 0)))
         self.units = list(dict.fromkeys(unit for units in self.units_of.values() for unit in units))
-        self.segments = [segment for unit in self.units for segment in unit.segments]
+        self.segments = segments_of(self.units)
         self.modules = [[m for m in (c.embed, *c.blocks, c.head) if m is not None] for c in stage.chunks]
+        self.next = {m: after for modules in self.modules for m, after in pairwise(modules)}
         self._lay_out()
         for segment in self.segments:
             segment.weight = self._weight(segment)
-        self._chunks_left: dict[Unit, int] = {}  # whose backward, in this step, is still to come
         self._to_reduce: list[Unit] = []  # of the pass under way, in order
         self._complete: set[Unit] = set()
-        self._under_way: list = []
-        if self.acts:
+        self._reducing: list = []  # reductions under way: (unit, its gradient, handle)
+        if self.reduces:
             for module in self.units_of:
-                module.register_forward_pre_hook(self._enter)
+                module.register_forward_pre_hook(lambda module, _: self.before_forward(module))
                 module.register_forward_hook(self._leave)
         if meter is not None:
             self._claim()
 
-    @property
-    def acts(self) -> bool:
-        """Whether anything is to be done between a backward pass and the optimizer's step."""
-        return self.shards or self.comm.size > 1 or self.parallel.grad_dtype == "both"
-
-    # --- a step --------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """A step begins."""
-        orders = [self._order(chunk) for chunk in range(len(self.modules))]
-        self._chunks_left = {unit: sum(unit in order for order in orders) for unit in self.units}
-        for unit in self.units:
-            unit.used = [False] * len(unit.used)
-
-    @contextmanager
-    def forward(self, chunk: int):
-        """Around a forward pass through one of the stage's chunks."""
-        yield
+    # --- backward: what is complete is reduced, while the layers before it compute --------------------------------
 
     @contextmanager
     def backward(self, chunk: int, kind: str, last: bool):
-        """Around a backward pass through a chunk: what it completes is reduced, as soon as it is complete.
-
-        `last` is the pass after which the chunk's gradients of this step are complete.
-        """
-        self._to_reduce, self._complete = [], set()
-        if self.acts and kind != BACKWARD_INPUT:  # which has put its weight gradients off
-            for unit in self._order(chunk):
-                self._chunks_left[unit] -= last
-                if self.reduces_each or self._chunks_left[unit] == 0:
-                    self._to_reduce.append(unit)
+        """Around a backward pass through one of the stage's chunks; `last` is the one after which the chunk's gradients
+        of this step are complete."""
+        self._complete = set()
+        self._to_reduce = []
+        if self.reduces and kind != BACKWARD_INPUT:  # which has put its weight gradients off
+            self._to_reduce = [u for u in self._order(chunk) if self.reduces_each or (last and u.module is not None)]
         yield
         self._complete.update(self._to_reduce)
         self._reduce_complete()
 
-    def finish(self, loss: torch.Tensor) -> torch.Tensor:
-        """After the last pass: every segment gets its reduced gradient. Returns the loss, summed over the replicas.
-
-        With it goes which parameters were used. One that no replica used has no gradient, and not one of zeros, along
-        which weight decay would move it.
-        """
-        self._land_all()
-        if not self.acts:
-            for segment in self.segments:
-                segment.gradient = segment.parameter.grad
-            return loss
-        flags = [flag for unit in self.units for flag in unit.used]
-        facts = torch.cat([loss.view(1), torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
-        self.comm.all_reduce(facts, out=facts, label="loss", account=SCALAR)
-        names = [name for unit in self.units for name in unit.names]
-        used = {name for name, users in zip(names, facts[1:].tolist(), strict=True) if users}
-        for unit in self.units:
-            for segment in unit.segments:
-                segment.gradient = unit.gradient[segment.at] if segment.name in used else None
-                if segment.name not in used:
-                    segment.parameter.grad = None
-        return facts[0]
-
-    # --- reduction -----------------------------------------------------------------------------------------------
+    def _reached(self, module: nn.Module, grad) -> None:
+        """Backward has come to `module`'s output: with the module after it it is done, and with that one's weights."""
+        after = self.next.get(module)
+        if after is not None:
+            self.after_backward(after)
+            self._complete.update(unit for unit in self.units_of[after] if unit.module is after)
+            self._reduce_complete()
+        self.before_backward(module)
 
     def _order(self, chunk: int) -> list[Unit]:
         """A chunk's units in the order in which its backward completes them; what both ends use, last."""
@@ -132,22 +101,27 @@ class DataParallel:
     def _reduce_complete(self) -> None:
         """Start what can start, in the same order on all ranks, as messages are matched by their order."""
         while self._to_reduce and self._to_reduce[0] in self._complete:
-            unit = self._to_reduce.pop(0)
-            unit.used = [was or p.grad is not None for was, p in zip(unit.used, unit.parameters, strict=True)]
-            self._reduce(unit)
+            self._start_reducing(self._to_reduce.pop(0))
+
+    def _start_reducing(self, unit: Unit) -> None:
+        unit.used = [was or p.grad is not None for was, p in zip(unit.used, unit.parameters, strict=True)]
+        self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         flat = self._take_gradient(unit)
         self._see_gradient(flat)
-        self._under_way.append((unit, flat, self.comm.all_reduce(flat, out=flat, async_op=True, label=unit.name)))
+        handle = self.comm.all_reduce(flat, out=flat, async_op=True, label=unit.name)
+        self._reducing.append((unit, flat, handle))
 
     def _land(self, unit: Unit, flat: torch.Tensor, handle) -> None:
         unit.gradient = handle.wait()
-        self._show(unit, flat)
+        if self.parallel.grad_dtype != "both":
+            for p, view in zip(unit.parameters, unit.views(flat), strict=True):
+                p.grad = view  # whoever looks for a parameter's gradient finds the reduced one
 
     def _land_all(self) -> None:
-        while self._under_way:
-            self._land(*self._under_way.pop(0))
+        while self._reducing:
+            self._land(*self._reducing.pop(0))
 
     def _take_gradient(self, unit: Unit) -> torch.Tensor:
         """The unit's gradient as one vector, in the dtype of the reduction, and no longer on the parameters."""
@@ -157,33 +131,40 @@ class DataParallel:
                 p.grad = None
         return flat
 
-    def _show(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Whoever looks for a parameter's gradient finds the reduced one."""
-        if self.parallel.grad_dtype != "both":
-            for p, view in zip(unit.parameters, unit.views(flat), strict=True):
-                p.grad = view
+    def finish_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """After the last pass: every segment gets its reduced gradient. Returns the loss, summed over the replicas.
 
-    # --- what happens at each module -----------------------------------------------------------------------------
+        With the loss goes which parameters were used. One that no replica used has no gradient, and not one of zeros,
+        along which weight decay would move it.
+        """
+        if not self.reduces:
+            for segment in self.segments:
+                segment.gradient = segment.parameter.grad
+            return loss
+        for unit in self.units:
+            if unit.module is None and not self.reduces_each:  # two chunks may use it: complete when both are
+                self._start_reducing(unit)
+        flags = [flag for unit in self.units for flag in unit.used]
+        facts = torch.cat([loss.view(1), torch.tensor(flags, dtype=loss.dtype, device=loss.device)])
+        handle = self.comm.all_reduce(facts, out=facts, async_op=True, label="loss", account=SCALAR)
+        self._land_all()
+        handle.wait()
+        names = [name for unit in self.units for name in unit.names]
+        self.unused = {name for name, users in zip(names, facts[1:].tolist(), strict=True) if not users}
+        for unit in self.units:
+            for segment in unit.segments:
+                segment.gradient = None if segment.name in self.unused else unit.gradient[segment.at]
+            for name, p in zip(unit.names, unit.parameters, strict=True):
+                if name in self.unused:
+                    p.grad = None
+        return facts[0]
 
-    def _enter(self, module: nn.Module, arguments) -> None:
-        self.before_forward(module)
-        x = arguments[0]
-        # Once dx is complete, so are the module's dW; not so where x is a leaf, whose turn may come before theirs.
-        if x.requires_grad and not x.is_leaf:
-            x.register_hook(partial(self._after_backward, module))
+    # --- where ZeRO gathers weights, and frees them ----------------------------------------------------------------
 
     def _leave(self, module: nn.Module, arguments, y) -> None:
         self.after_forward(module)
         if y.requires_grad:
-            y.register_hook(partial(self._before_backward, module))
-
-    def _before_backward(self, module: nn.Module, grad) -> None:
-        self.before_backward(module)
-
-    def _after_backward(self, module: nn.Module, grad) -> None:
-        self._complete.update(unit for unit in self.units_of[module] if unit.module is module)
-        self._reduce_complete()
-        self.after_backward(module)
+            y.register_hook(partial(self._reached, module))
 
     def before_forward(self, module: nn.Module) -> None: ...
 
@@ -209,21 +190,21 @@ class DataParallel:
         return segment.parameter if plain else nn.Parameter(segment.stored)
 
     @property
-    def groups(self) -> list[list[Unit]]:
-        """Which units are stepped at a time: all at once if that takes no memory besides."""
+    def stepped_together(self) -> list[list[Unit]]:
+        """The units by how many are stepped at a time: all at once, if that takes no memory besides."""
         plain = all(segment.weight is segment.parameter for segment in self.segments)
         return [self.units] if plain else [[unit] for unit in self.units]
 
-    def publish(self, unit: Unit) -> None:
-        """The optimizer has stepped `unit`: from here on the model computes with its new weights."""
+    def use_new_weights(self, unit: Unit) -> None:
+        """The optimizer has stepped `unit`: from here on the model computes with that."""
         if self.parallel.master_weights:
             for segment in unit.segments:
                 segment.stored.copy_(segment.weight.detach())
 
-    def end(self) -> None:
-        """The step is over: weights are up to date, gradients are gone."""
+    def finish_step(self) -> None:
+        """Every weight is up to date, and no gradient is left."""
         for unit in self.units:
-            unit.gradient = None
+            unit.gradient, unit.used = None, [False] * len(unit.used)
             for p in unit.parameters:
                 p.grad = None
         for segment in self.segments:
@@ -246,8 +227,16 @@ class DataParallel:
             self.meter.see(gradient, "gradients")
 
     def whole_gradients(self) -> dict[str, torch.Tensor | None]:
-        """After `finish`: each parameter's reduced gradient, by its name. Every rank calls it."""
-        return {s.name: None if s.gradient is None else s.gradient.view_as(s.parameter) for s in self.segments}
+        """After `finish_backward`: each parameter's reduced gradient, by its name. Every rank calls it."""
+        if not self.reduces:
+            return {s.name: s.gradient for s in self.segments}
+        found = {}
+        for unit in self.units:
+            found |= zip(unit.names, unit.views(self._whole_gradient(unit)), strict=True)
+        return found | dict.fromkeys(self.unused)
+
+    def _whole_gradient(self, unit: Unit) -> torch.Tensor:
+        return unit.gradient
 
     @contextmanager
     def whole_weights(self):

@@ -78,7 +78,7 @@ class Pipeline:
         """Add one step's gradients, those of the loss summed over all targets and divided by `total`.
 
         `rows[k]` are the sequences of micro-batch k, `load(rows[k])` its tokens and targets. Returns the loss, on
-        every rank. `sum_tied()` follows once, after the last `run` of a step.
+        every rank. `sum_tied(stage.tied_gradient)` follows once, after the last `run` of a step.
         """
         self.rows, self.load, self.total, self.dropout_seed = rows, load, total, dropout_seed
         dtype = torch.promote_types(DTYPE[self.config.dtype], torch.float32)
@@ -121,9 +121,8 @@ class Pipeline:
         if self.stage.parts[c].embedding or self.stage.parts[c].head:
             tokens, targets = self.load(self.rows[k])
             x = tokens if x is None else x
-        if self.config.dropout:
-            seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
-        with self._compute(action), self._replica_forward(c), self._saving(), self._putting_off(k, c):
+        self._seed(k, c)
+        with self._compute(action), self._saving(), self._putting_off(k, c):
             y = self.stage.chunks[c](x, targets)
             if self.stage.parts[c].head:
                 y = y / self.total  # once, by tokens: so micro-batches weigh as they should, however many there are
@@ -137,6 +136,7 @@ class Pipeline:
         x, y = self.graphs.pop((action.micro_batch, action.chunk))
         grad = self._take(action._replace(kind=RECV_GRADIENT))
         self.backward_of = action
+        self._seed(action.micro_batch, action.chunk)  # for what is run again
         with self._compute(action), self._reducing(action):
             if y is not None:
                 torch.autograd.backward(y, torch.ones_like(self.loss) if grad is None else grad)
@@ -153,8 +153,6 @@ class Pipeline:
         It takes `flops` for one sequence, and is that `share` of the chunk's forward.
         """
         _, k, c = self.backward_of
-        if self.config.dropout:
-            seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
         putting_off = self.put_off.get((k, c), contextlib.nullcontext())
         work = {"micro_batch": k, "flops": flops * len(self.rows[k]) / self.tp, "share": share}
         with self.comm.compute("recompute", **work), putting_off:
@@ -177,8 +175,9 @@ class Pipeline:
         if message is not None:
             self.made[message] = value
 
-    def _replica_forward(self, chunk: int):
-        return contextlib.nullcontext() if self.replicas is None else self.replicas.forward(chunk)
+    def _seed(self, k: int, c: int) -> None:
+        if self.config.dropout:
+            seed_dropout(self.stage.chunks[c], self.dropout_seed, self.rows[k].start)
 
     def _reducing(self, action: Action):
         if self.replicas is None:
@@ -209,17 +208,13 @@ class TiedGradients:
     """
 
     def __init__(self, comm: Comm, schedule: Schedule, stage: Stage):
-        self.stage, self.group = stage, None
+        self.group = None
         if stage.config.tied and len(schedule.ends) == 2:
             alone = [[i] for i in range(comm.size) if i not in schedule.ends]
             self.group = comm.groups([schedule.ends, *alone], "tied")
 
-    def __call__(self, gradient: torch.Tensor | None = None) -> None:
-        weight = self.stage.tied_weight
-        if self.group is None or weight is None:
-            return
-        gradient = weight.grad if gradient is None else gradient
-        if gradient is not None:
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        if self.group is not None and gradient is not None:
             self.group.all_reduce(gradient, out=gradient, label="tied embedding")
 
 

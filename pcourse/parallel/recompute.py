@@ -96,10 +96,12 @@ def recompute(stage: Stage, parallel: ParallelConfig, again: Callable, meter=Non
     if parallel.recompute == "none":
         return
     flops = run_again_flops(stage.config, parallel.recompute)
+    # Of a layer's forward: what a pace, which knows only a stage's whole forward, counts it as.
+    share = 1.0 if parallel.recompute == "full" else flops / pieces(stage.config)[1].forward
     for part in stage.parts:
         for layer in part.layers:
             if layer % parallel.recompute_every == 0:
-                around = partial(again, flops, _share(stage.config, parallel.recompute) / len(part.layers))
+                around = partial(again, flops, share / len(part.layers))
                 if parallel.recompute == "full":
                     block = stage.blocks[str(layer)]
                     block.forward = Recomputed(block.forward, around, meter)
@@ -118,8 +120,3 @@ def run_again_flops(model: ModelConfig, policy: str) -> int:
         return (2 if model.attention == "explicit" else 4) * s * s * h
     layer = pieces(model)[1].forward
     return layer if model.dropout else layer - 2 * s * model.ffn * h
-
-
-def _share(model: ModelConfig, policy: str) -> float:
-    """Of a layer's forward, by FLOPs: what a pace, which knows only a stage's whole forward, counts it as."""
-    return 1.0 if policy == "full" else 4 * model.sequence**2 * model.hidden / pieces(model)[1].forward

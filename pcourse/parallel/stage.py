@@ -46,3 +46,8 @@ class Stage(nn.Module):
         if not self.config.tied or (self.embed is None) == (self.head is None):
             return None
         return self.head.output.weight if self.embed is None else self.embed.tokens.weight
+
+    @property
+    def tied_gradient(self):
+        """Its gradient, if it has one."""
+        return None if self.tied_weight is None else self.tied_weight.grad

@@ -1,4 +1,4 @@
-"""A rank's parameters in units, which are reduced, and where they are sharded gathered, by one message each.
+"""A rank's parameters in units: one message reduces a unit's gradients, one gathers its weights where they are sharded.
 
 Each transformer layer is a unit, so are the embedding and the head; a tied matrix is one by itself, because both ends
 of the model use it. A unit's parameters lie side by side in one flat vector; of its elements each rank of the
@@ -47,8 +47,14 @@ class Unit:
         own = shard_range(self.numel, ranks, rank)
         self.own = slice(own.start, own.stop)
         self.segments = list(self._segments())
-        self.used = [False] * len(self.parameters)  # in this step, by this replica
-        self.gradient: torch.Tensor | None = None  # of what is owned, reduced
+        # Of this step: which parameters this replica has used, and the gradient of what is owned, reduced.
+        self.used = [False] * len(self.parameters)
+        self.gradient: torch.Tensor | None = None
+        # With ZeRO: the whole weights side by side, what is owned of them; with stage 3 who holds the whole, and a
+        # gather under way.
+        self.weights: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
+        self.holders, self.arriving = 0, None
 
     def _segments(self) -> Iterator[Segment]:
         offset = 0
@@ -65,11 +71,18 @@ class Unit:
 
     def flat(self, tensors, dtype: torch.dtype) -> torch.Tensor:
         """A new vector of one tensor for each parameter; zeros for None."""
-        parts = [
-            p.new_zeros(p.numel(), dtype=dtype) if t is None else t.detach().reshape(-1).to(dtype)
-            for t, p in zip(tensors, self.parameters, strict=True)
-        ]
-        return torch.cat(parts)
+        flat = self.parameters[0].new_empty(self.numel, dtype=dtype)
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor.detach())
+        return flat
+
+
+def segments_of(units: list[Unit]) -> list[Segment]:
+    """What this rank owns of `units`."""
+    return [segment for unit in units for segment in unit.segments]
 
 
 def units_of(stage: Stage, ranks: int = 1, rank: int = 0) -> dict[nn.Module, list[Unit]]:

@@ -36,7 +36,7 @@ class ShardedOptimizer(DataParallel):
 
     def _lay_out(self) -> None:
         """Each unit's weights side by side, so that shards are gathered to where they are used."""
-        self._publishing = []
+        self._gathering = []
         for unit in self.units:
             unit.weights = unit.flat(unit.parameters, unit.parameters[0].dtype)
             unit.shard = unit.weights[unit.own]
@@ -46,35 +46,34 @@ class ShardedOptimizer(DataParallel):
                 segment.stored = unit.shard[segment.at]
 
     def _reduce(self, unit: Unit) -> None:
+        self._land_all()  # one at a time, so that no more than one is received into memory besides
         flat = self._take_gradient(unit)
         self._see_gradient(flat)
         own = flat[unit.own]
         handle = self.comm.reduce_scatter(flat, sizes=unit.sizes, out=own, async_op=True, label=unit.name)
-        self._under_way.append((unit, flat, handle))  # outside the own shard it is of no more use
+        self._reducing.append((unit, flat, handle))
 
-    def publish(self, unit: Unit) -> None:
-        super().publish(unit)
-        self._publishing.append(self._gather(unit))
+    def _land(self, unit: Unit, flat: torch.Tensor, handle) -> None:
+        unit.gradient = handle.wait()  # a view of `flat`, of which the rest stays, and is of no more use
 
-    def end(self) -> None:
-        super().end()
-        while self._publishing:
-            self._publishing.pop(0).wait()
+    def use_new_weights(self, unit: Unit) -> None:
+        super().use_new_weights(unit)
+        self._share_new_weights(unit)
+
+    def _share_new_weights(self, unit: Unit) -> None:
+        self._gathering.append(self._gather(unit))
 
     def _gather(self, unit: Unit):
         """Start to put a unit's weights together from the ranks' shards."""
         return self.comm.all_gather(unit.shard, sizes=unit.sizes, out=unit.weights, async_op=True, label=unit.name)
 
-    def whole_gradients(self) -> dict[str, torch.Tensor | None]:
-        whole = {}
-        for unit in self.units:
-            own = torch.zeros(unit.sizes[self.comm.rank], dtype=self.reduce_dtype, device=self.comm.device)
-            for segment in unit.segments:
-                if segment.gradient is not None:
-                    own[segment.at] = segment.gradient
-            flat = self.comm.all_gather(own, sizes=unit.sizes, account="check")
-            whole |= zip(unit.names, unit.views(flat), strict=True)
-        return whole
+    def finish_step(self) -> None:
+        super().finish_step()
+        while self._gathering:
+            self._gathering.pop(0).wait()
+
+    def _whole_gradient(self, unit: Unit) -> torch.Tensor:
+        return self.comm.all_gather(unit.gradient, sizes=unit.sizes, account="check")
 
 
 class ShardedGradients(ShardedOptimizer):
@@ -86,7 +85,7 @@ class ShardedGradients(ShardedOptimizer):
         self._land_all()  # one at a time, so that no more than two units' gradients are whole
         flat = self._take_gradient(unit)
         handle = self.comm.reduce_scatter(flat, sizes=unit.sizes, async_op=True, label=unit.name)
-        self._under_way.append((unit, None, handle))
+        self._reducing.append((unit, None, handle))
 
     def _land(self, unit: Unit, flat, handle) -> None:
         shard = handle.wait()
@@ -95,51 +94,76 @@ class ShardedGradients(ShardedOptimizer):
 
 
 class ShardedParameters(ShardedGradients):
-    """Stage 3: parameters, too. A unit's whole weights are there while a module uses them, and shortly before."""
+    """Stage 3: parameters, too. A unit's weights are whole while somebody holds them, and shortly before."""
 
     def _lay_out(self) -> None:
         super()._lay_out()
         for unit in self.units:
             unit.shard = unit.shard.clone()
-            unit.users, unit.arriving = 0, None
             for segment in unit.segments:
                 segment.stored = unit.shard[segment.at]
             self._resize(unit, 0)
-        blocks = set(self.stage.blocks.values())
-        self._stays = {m: m not in blocks or not self.parallel.reshard for m in self.units_of}
-        self._next = {m: after for modules in self.modules for m, after in zip(modules, modules[1:], strict=False)}
-        self._previous = {after: m for m, after in self._next.items()}
+        layers = set(self.stage.blocks.values()) if self.parallel.reshard else ()
+        self._stay = [m for m in self.units_of if m not in layers]  # from forward to backward
+        self._previous = {after: m for m, after in self.next.items()}
+        self._open: list[nn.Module] = []  # of the backward pass under way: what holds its weights
 
-    def publish(self, unit: Unit) -> None:
-        """Only the own shard: the others gather it when they next need it."""
-        DataParallel.publish(self, unit)
+    # --- one module, forward and backward -------------------------------------------------------------------------
 
-    def _claim(self) -> None:
-        super()._claim()
-        self.meter.claim("parameters", (unit.shard for unit in self.units))
+    def before_forward(self, module: nn.Module) -> None:
+        self._hold(module)
+        self._prefetch(self.next.get(module))
 
-    # --- a module's weights: asked for, there, free --------------------------------------------------------------
+    def after_forward(self, module: nn.Module) -> None:
+        if module not in self._stay:
+            self._release(module)
 
-    def _ask(self, module: nn.Module | None) -> None:
+    def before_backward(self, module: nn.Module) -> None:
+        if module not in self._stay:
+            self._hold(module)
+            self._open.append(module)
+        self._prefetch(self._previous.get(module))
+
+    def after_backward(self, module: nn.Module) -> None:
+        self._open.remove(module)
+        self._release(module)
+
+    @contextmanager
+    def backward(self, chunk: int, kind: str, last: bool):
+        # That of the linear weights by themselves needs inputs and output gradients, and no weights.
+        self._open = [m for m in self.modules[chunk] if m in self._stay and kind != BACKWARD_WEIGHT]
+        with super().backward(chunk, kind, last):
+            yield
+            while self._open:  # with these backward is done, though it reached no output before them: the first module
+                self._release(self._open.pop())
+
+    # --- hold, release --------------------------------------------------------------------------------------------
+
+    def _hold(self, module: nn.Module) -> None:
+        """Have what `module` uses whole, until it is released as often as it was held."""
+        self._prefetch(module)
+        for unit in self.units_of[module]:
+            unit.holders += 1
+            self._await(unit)
+
+    def _release(self, module: nn.Module) -> None:
+        for unit in self.units_of[module]:
+            unit.holders -= 1
+            if unit.holders == 0:
+                self._await(unit)
+                self._resize(unit, 0)
+
+    def _prefetch(self, module: nn.Module | None) -> None:
         """Start to gather what `module` uses and is not there."""
         for unit in self.units_of.get(module, ()):
             if unit.weights.untyped_storage().nbytes() == 0:
                 self._resize(unit, unit.numel)
                 unit.arriving = self._gather(unit)
 
-    def _have(self, module: nn.Module) -> None:
-        self._ask(module)
-        for unit in self.units_of[module]:
-            self._await(unit)
-
     def _await(self, unit: Unit) -> None:
         if unit.arriving is not None:
             unit.arriving.wait()
             unit.arriving = None
-
-    def _free(self, unit: Unit) -> None:
-        self._await(unit)
-        self._resize(unit, 0)
 
     def _resize(self, unit: Unit, length: int) -> None:
         """Free the memory of the whole weights, or take it again; everything that views them views the new memory."""
@@ -147,58 +171,20 @@ class ShardedParameters(ShardedGradients):
         if self.meter is not None:
             self.meter.see_gathered(unit.weights)
 
-    # --- when ----------------------------------------------------------------------------------------------------
+    def _share_new_weights(self, unit: Unit) -> None:
+        """The others gather them when they next need them."""
 
-    @contextmanager
-    def forward(self, chunk: int):
-        for unit in self._staying(chunk):
-            unit.users += 1
-        yield
-
-    def before_forward(self, module: nn.Module) -> None:
-        self._have(module)
-        self._ask(self._next.get(module))
-
-    def after_forward(self, module: nn.Module) -> None:
-        self._leave_alone(module)
-
-    @contextmanager
-    def backward(self, chunk: int, kind: str, last: bool):
-        with super().backward(chunk, kind, last):
-            yield
-        if kind == BACKWARD_WEIGHT:  # which needs inputs and output gradients, and no weights
-            return
-        for module in self.modules[chunk]:
-            self._leave_alone(module)  # where no gradient of its input has told that it is done
-        for unit in self._staying(chunk):
-            unit.users -= 1
-            if unit.users == 0:
-                self._free(unit)
-
-    def before_backward(self, module: nn.Module) -> None:
-        self._have(module)
-        self._ask(self._previous.get(module))
-
-    def after_backward(self, module: nn.Module) -> None:
-        self._leave_alone(module)
-
-    def _leave_alone(self, module: nn.Module) -> None:
-        if not self._stays[module]:
-            for unit in self.units_of[module]:
-                self._free(unit)
-
-    def _staying(self, chunk: int) -> list[Unit]:
-        """The units whose weights stay from a micro-batch's forward to its backward."""
-        modules = [m for m in self.modules[chunk] if self._stays[m]]
-        return list(dict.fromkeys(unit for m in modules for unit in self.units_of[m]))
+    def _claim(self) -> None:
+        super()._claim()
+        self.meter.claim("parameters", (unit.shard for unit in self.units))
 
     @contextmanager
     def whole_weights(self):
         for module in self.units_of:
-            self._have(module)
+            self._hold(module)
         yield
-        for unit in self.units:
-            self._free(unit)
+        for module in self.units_of:
+            self._release(module)
 
 
 ZERO_STAGES = (DataParallel, ShardedOptimizer, ShardedGradients, ShardedParameters)
