@@ -164,6 +164,10 @@ class ParallelConfig:
         """The pipeline stage of `rank`: the ranks count along tp first, then cp, pp and dp."""
         return rank // (self.cp * self.tp) % self.pp
 
+    def replica_of(self, rank: int) -> int:
+        """The data-parallel replica that `rank` belongs to."""
+        return rank // (self.cp * self.tp * self.pp)
+
 
 @dataclass(frozen=True)
 class TrainConfig:

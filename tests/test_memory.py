@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
 from pcourse.cost import published_memory as published
 from pcourse.cost.activations import kept_by_layer, sizes
-from pcourse.cost.layers import bytes_per_parameter, model_states, pieces
+from pcourse.cost.layers import pieces
 from pcourse.cost.memory import activations, divided, memory, residual, states
 from pcourse.cost.moments import Walk
+from pcourse.cost.states import bytes_per_parameter, model_states
 from pcourse.cost.units import units
 from pcourse.parallel.partition import stages_of
 from pcourse.parallel.schedule_check import peak_in_flight

@@ -9,6 +9,7 @@ import torch
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
 from pcourse.data import batch
 from pcourse.model import build
+from pcourse.parallel.shard import shard_of
 from pcourse.train import Trainer, measure
 from pcourse.world import World
 
@@ -17,47 +18,58 @@ UNTIED = replace(HALF, tied=False)  # of a tied matrix autograd adds the two gra
 MIXED = {"grad_dtype": "float32", "master_weights": True}
 
 
-def reference(micro_batches: int, steps: int, train: TrainConfig):
-    """The textbook's loop: 16-bit model, float32 gradients summed over micro-batches, SGD on float32 weights."""
+def reference(micro_batches: int, steps: int, train: TrainConfig, grad_dtype="same", master_weights=False):
+    """The textbook's loop: gradients summed over micro-batches, in float32 or not; SGD on float32 weights, or not."""
     model = build(UNTIED)
-    master = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
-    sgd = torch.optim.SGD(master, lr=train.learning_rate, weight_decay=train.weight_decay)
+    weights = [torch.nn.Parameter(p.detach().float()) if master_weights else p for p in model.parameters()]
+    sgd = torch.optim.SGD(weights, lr=train.learning_rate, weight_decay=train.weight_decay)
     losses, norms = [], []
     for number in range(steps):
         tokens, targets = batch(UNTIED, train, number)
-        total, gradients = 0.0, [torch.zeros_like(p) for p in master]
+        total, sums = 0.0, [torch.zeros_like(p, dtype=torch.float32) for p in weights]
+        model.zero_grad()
         for rows in torch.arange(train.batch).chunk(micro_batches):
             loss = model.loss(tokens[rows], targets[rows]) / targets.numel()
-            model.zero_grad()
             loss.backward()
             total += loss.item()
-            for gradient, p in zip(gradients, model.parameters(), strict=True):
-                gradient += p.grad
-        for gradient, p in zip(gradients, master, strict=True):
-            p.grad = gradient
-        norms.append(torch.nn.utils.clip_grad_norm_(master, train.clip).item())
+            if grad_dtype == "float32":
+                for gradient, p in zip(sums, model.parameters(), strict=True):
+                    gradient += p.grad
+                model.zero_grad()
+        gradients = sums if grad_dtype == "float32" else [p.grad.float() for p in model.parameters()]
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
+        for gradient, p in zip(gradients, weights, strict=True):
+            gradient = gradient.bfloat16() if grad_dtype == "same" else gradient
+            p.grad = gradient.mul_(min(1.0, train.clip / (norm.item() + 1e-6))).to(p.dtype)
         sgd.step()
         with torch.no_grad():
-            for p, q in zip(model.parameters(), master, strict=True):
+            for p, q in zip(model.parameters(), weights, strict=True):
                 p.copy_(q)
         losses.append(total)
+        norms.append(norm.item())
     return losses, norms
+
+
+RECIPES = [{}, {"master_weights": True}, MIXED, {"grad_dtype": "both", "master_weights": True}]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dp, m", [(1, 4), (2, 2), (4, 1)])
-def test_equal_to_the_textbook(zero, dp, m):
-    """The same micro-batches on any number of ranks: only the order of float32 sums may differ."""
+@pytest.mark.parametrize("how", RECIPES)
+def test_equal_to_the_textbook(zero, dp, m, how):
+    """The same micro-batches on any number of ranks: only the order of sums may differ. Of sums in 16 bits, over
+    replicas or by ZeRO over micro-batches, the third digit may."""
     train = TrainConfig(batch=8, optimizer="sgd", weight_decay=0.1, clip=0.5)
 
     def program(comm):
-        trainer = Trainer(comm, UNTIED, ParallelConfig(dp=dp, zero=zero, micro_batches=m, **MIXED), train)
+        trainer = Trainer(comm, UNTIED, ParallelConfig(dp=dp, zero=zero, micro_batches=m, **how), train)
         return [trainer.step(number) for number in range(4)]
 
     losses, norms = zip(*World(dp, "threads").run(program)[0], strict=True)
-    expected_losses, expected_norms = reference(4, 4, train)
-    assert losses == pytest.approx(expected_losses, rel=2e-5)
-    assert norms == pytest.approx(expected_norms, rel=2e-4)
+    expected_losses, expected_norms = reference(4, 4, train, **how)
+    exact = how == MIXED or (dp == 1 and zero < 2)
+    assert losses == pytest.approx(expected_losses, rel=2e-5 if exact else 3e-4)
+    assert norms == pytest.approx(expected_norms, rel=2e-4 if exact else 5e-3)
 
 
 BYTES = {  # (dtype, how) -> bytes a parameter of parameters, gradients, optimizer: AdamW
@@ -119,12 +131,26 @@ def test_sums_in_bfloat16_drift_and_in_float32_do_not():
     assert in_float32 < in_bfloat16
 
 
-@pytest.mark.parametrize("how", [how for _, how, _ in BYTES.values()])
+@pytest.mark.parametrize("how", RECIPES)
 @pytest.mark.parametrize("zero", [0, 3])
-def test_every_mixture_trains(how, zero):
-    """With tensor and pipeline parallelism beside it, and weight gradients put off."""
-    parallel = ParallelConfig(dp=2, tp=2, pp=2, micro_batches=2, schedule="zb-h1", zero=zero, **how)
-    train = TrainConfig(batch=4, steps=4, warmup=0)
-    report = measure(HALF, parallel, train, clock="virtual", pace=1.0)
-    alone = measure(HALF, ParallelConfig(**how), train, clock="virtual", pace=1.0)
-    assert report.loss == pytest.approx(alone.loss, rel=0.02)
+def test_gradients_beside_every_other_split(how, zero):
+    """Tensor and pipeline parallelism, weight gradients put off, and recompute: off by as much as 16 bits are."""
+    split = {"dp": 2, "tp": 2, "pp": 2, "micro_batches": 2, "schedule": "zb-h1", "recompute": "full", "zero": zero}
+
+    def program(comm, model, parallel):
+        trainer = Trainer(comm, model, parallel, TrainConfig(batch=4))
+        trainer.forward_backward(0)
+        gradients = trainer.replicas.whole_gradients()
+        shards = {name: shard_of(p) for name, p in trainer.model.named_parameters()}
+        return trainer.gradient_norm().item(), copy.deepcopy(gradients), shards
+
+    ((norm, exact, _),) = World(1, "threads").run(program, replace(HALF, dtype="float64"), ParallelConfig())
+    off = squares = 0.0
+    for norm_there, gradients, shards in World(8, "threads").run(program, HALF, ParallelConfig(**split, **how)):
+        assert norm_there == pytest.approx(norm, rel=0.01)
+        for name, gradient in gradients.items():
+            whole = exact["embed.tokens.weight" if name == "head.output.weight" else name]
+            whole = whole if shards[name] is None else shards[name].of(whole)
+            off += (gradient.double() - whole).square().sum().item()
+            squares += whole.square().sum().item()
+    assert (off / squares) ** 0.5 < 0.02

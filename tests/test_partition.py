@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig
-from pcourse.cost.layers import model_states, pieces
+from pcourse.cost.layers import pieces
+from pcourse.cost.states import model_states
 from pcourse.meter import MemoryMeter
 from pcourse.model import build
 from pcourse.parallel.partition import Part, balance, part_bytes, part_flops, part_parameters, partition, stages_of

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from pcourse.config import BYTES, ModelConfig, ParallelConfig, TrainConfig
-from pcourse.cost.units import TIED, dp_rank, units
+from pcourse.cost.units import TIED, units
 from pcourse.parallel.partition import Part, stages_of
 from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule
 from pcourse.split import ring_wire, shard_sizes
@@ -32,7 +32,7 @@ def communication(model: ModelConfig, parallel: ParallelConfig, train: TrainConf
     stage = parallel.stage_of(rank)
     rows: dict = defaultdict(lambda: {"calls": 0, "payload": 0, "wire": 0})
     width = BYTES[model.dtype]
-    replica = dp_rank(parallel, rank)
+    replica = parallel.replica_of(rank)
     sequences = shard_sizes(train.batch, parallel.dp)[replica]
     for b in shard_sizes(sequences, parallel.micro_batches):
         tokens = b * model.sequence

@@ -8,13 +8,10 @@ ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pcourse.config import BYTES, ConfigError, ModelConfig, ParallelConfig, listed
+from pcourse.config import ModelConfig
 from pcourse.cost.activations import Run, Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes
-
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 0}  # numbers of state for each parameter
-FLOAT32 = BYTES["float32"]
+from pcourse.cost.states import model_states
 
 
 @dataclass(frozen=True)
@@ -55,52 +52,6 @@ def pieces(
     policies = ("none" if i % recompute_every else recompute for i in range(model.layers))
     layers = (_layer(model, own, f"layer {i}", policy) for i, policy in enumerate(policies))
     return (_embedding(model, own), *layers, _head(model, own))
-
-
-class StateBytes(NamedTuple):
-    """Bytes of the model states: of one parameter, or of a rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-
-DIVIDED_FROM = StateBytes(parameters=3, gradients=2, optimizer=1)  # the ZeRO stage (Rajbhandari et al. 2020, section 5)
-
-
-def bytes_per_parameter(
-    dtype: str, optimizer: str = "adamw", grad_dtype: str = "same", master_weights: bool = False
-) -> StateBytes:
-    """What training keeps for one parameter of `dtype`, w bytes wide.
-
-    Gradients are kept in w ("same"), in 4 bytes ("float32": autograd adds straight into float32) or in "both" (added up
-    in w, copied to float32 to be reduced). AdamW keeps two numbers, SGD none: in w, or beside a master copy of the
-    parameter in float32, which counts as the optimizer's. In bf16 with AdamW that makes 8 bytes; with master weights 16
-    (Rajbhandari et al. 2020, section 3.1), with float32 gradients too 18, with both kinds of gradients 20.
-
-    Raises ConfigError for a name that is not known.
-    """
-    _require_known("dtype", dtype, BYTES)
-    _require_known("optimizer", optimizer, OPTIMIZER_COPIES)
-    w = BYTES[dtype]
-    gradients = {"same": w, "float32": FLOAT32, "both": w + FLOAT32}
-    _require_known("grad_dtype", grad_dtype, gradients)
-    copies = OPTIMIZER_COPIES[optimizer]
-    return StateBytes(w, gradients[grad_dtype], FLOAT32 * (copies + 1) if master_weights else w * copies)
-
-
-def bytes_on_a_replica(model: ModelConfig, parallel: ParallelConfig, optimizer: str) -> float:
-    """Bytes of model states that one replica holds for each parameter, on average: what ZeRO leaves of them."""
-    each = bytes_per_parameter(model.dtype, optimizer, parallel.grad_dtype, parallel.master_weights)
-    return sum(n / (parallel.dp if parallel.zero >= stage else 1) for n, stage in zip(each, DIVIDED_FROM, strict=True))
-
-
-def model_states(parameters: int, dtype: str, optimizer: str) -> int:
-    """Bytes of the parameters, their gradients and the optimizer's state, all in `dtype`.
-
-    Raises ConfigError for a dtype or optimizer that is not known.
-    """
-    return sum(bytes_per_parameter(dtype, optimizer)) * parameters
 
 
 def piece_bytes(piece: Piece, model: ModelConfig, *, in_flight: float = 1, optimizer: str = "adamw") -> float:
@@ -144,8 +95,3 @@ def _head(model: ModelConfig, own: Sizes) -> Piece:
 
 def _total(runs: tuple[Run, ...]) -> int:
     return sum(part.kept for run in runs for part in run)
-
-
-def _require_known(name: str, value, legal) -> None:
-    if value not in legal:
-        raise ConfigError(f"{name}={value!r} is not known; {name} can be {listed(legal)}")

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from numbers import Integral
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed, tp_degrees
-from pcourse.cost.layers import DIVIDED_FROM, StateBytes, bytes_per_parameter
 from pcourse.cost.moments import Walk, sizes_on
+from pcourse.cost.states import StateBytes, bytes_of_states, divided
 from pcourse.cost.temporary import gathered, optimizer_step, passing, tied_gradient, unreduced
-from pcourse.cost.units import TIED, dp_rank, units
+from pcourse.cost.units import TIED, units
 from pcourse.report import CATEGORIES, MemoryLedger
-from pcourse.split import shard_sizes
 
 
 def memory(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int = 0) -> MemoryLedger:
@@ -61,23 +60,10 @@ def unit_states(
 ) -> dict[str, StateBytes]:
     """{unit: its bytes on `rank`}; see `pcourse.cost.units`."""
     require(model, parallel, train, rank)
-    gradients = parallel.grad_dtype
-    if gradients == "both" and parallel.zero >= DIVIDED_FROM.gradients:
-        gradients = "float32"  # those in the model's dtype live until their unit is reduced, and are temporary
-    each = bytes_per_parameter(model.dtype, train.optimizer, gradients, parallel.master_weights)
-    replica = dp_rank(parallel, rank)
+    each = bytes_of_states(model, parallel, train.optimizer)
+    replica = parallel.replica_of(rank)
     held = units(model, parallel, train, rank).items()
     return {name: divided(unit, each, parallel.zero, parallel.dp, replica) for name, unit in held}
-
-
-def divided(parameters: int, each: StateBytes, zero: int, dp: int, replica: int = 0) -> StateBytes:
-    """Bytes of the model states of a unit on one of `dp` replicas: the optimizer's are divided from ZeRO's stage 1 on,
-    gradients from stage 2, parameters from stage 3.
-
-    P parameters of 16 bytes come to 4P + 12P/N, 2P + 14P/N and 16P/N (Rajbhandari et al. 2020, figure 1).
-    """
-    share = shard_sizes(parameters, dp)[replica]
-    return StateBytes(*(n * (share if zero >= stage else parameters) for n, stage in zip(each, DIVIDED_FROM)))
 
 
 # --- activations ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pcourse.config import BYTES, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.activations import Run, Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes
 from pcourse.cost.temporary import Passing, gathered, passing, tied_gradient, unreduced
-from pcourse.cost.units import ENDS, TIED, dp_rank, units
+from pcourse.cost.units import ENDS, TIED, units
 from pcourse.parallel.partition import Part, stages_of
 from pcourse.parallel.schedules import (
     BACKWARD_INPUT,
@@ -54,7 +54,7 @@ class PieceMemory(NamedTuple):
 
 
 class Walk:
-    """Iterate over it once for the moments of a step, up to the optimizer's."""
+    """The moments of a step, in their order, up to the optimizer's."""
 
     def __init__(self, model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int = 0):
         self.model, self.parallel, self.stage = model, parallel, parallel.stage_of(rank)
@@ -64,11 +64,11 @@ class Walk:
         self.width = BYTES[model.dtype]
         places = self.schedule.places(self.stage)
         self.pieces = cache(lambda chunk, own: tuple(pieces_of(parts[places[chunk]], model, parallel, own)))
+
+    def __iter__(self) -> Iterator[Moment]:
         self.by_part, self.kept, self.in_flight = Counter(), 0, 0
         self.with_gradient: frozenset[str] = frozenset()
         self.messages: dict = {}  # under way: each that is awaited, and the last one sent on each channel
-
-    def __iter__(self) -> Iterator[Moment]:
         for action in self.schedule.programs[self.stage]:
             if action.kind in (RECV_ACTIVATION, RECV_GRADIENT):
                 self.messages[self.schedule.message(self.stage, action)] = self._message(action)
@@ -163,5 +163,5 @@ def changes(kind: str, piece: PieceMemory) -> Iterator[tuple[str, int, int]]:
 def sizes_on(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int) -> list[Sizes]:
     """The sizes of each micro-batch on `rank`, the largest first."""
     share = {"tp": parallel.tp, "tp_rank": rank % parallel.tp, "sequence_parallel": parallel.sequence_parallel}
-    sequences = shard_sizes(train.batch, parallel.dp)[dp_rank(parallel, rank)]
+    sequences = shard_sizes(train.batch, parallel.dp)[parallel.replica_of(rank)]
     return [sizes(model, b, **share) for b in shard_sizes(sequences, parallel.micro_batches)]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.activations import FLAG, kept_by_layer, sizes
-from pcourse.cost.layers import StateBytes, bytes_per_parameter
 from pcourse.cost.memory import activations, divided
+from pcourse.cost.states import StateBytes, bytes_per_parameter
 
 GB = 1e9
 MIXED = bytes_per_parameter("bfloat16", master_weights=True)  # 2 + 2 + 12 = 16, Adam with K = 12

@@ -33,8 +33,3 @@ def units(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank
             found[name] -= matrix
         found[TIED] = matrix
     return found
-
-
-def dp_rank(parallel: ParallelConfig, rank: int) -> int:
-    """Which replica `rank` belongs to: the ranks count along tp first, then cp, pp and dp."""
-    return rank // (parallel.tp * parallel.cp * parallel.pp)

@@ -12,7 +12,8 @@ from numbers import Integral
 from operator import add
 
 from pcourse.config import PARTITIONS, ConfigError, ModelConfig, ParallelConfig, TrainConfig, listed
-from pcourse.cost.layers import Piece, bytes_on_a_replica, model_states, pieces
+from pcourse.cost.layers import Piece, pieces
+from pcourse.cost.states import bytes_on_a_replica, model_states
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
 from pcourse.split import shard_sizes
