@@ -243,7 +243,7 @@ class Comm:
         """A named piece of compute, `kind` as the timeline colours it (forward, backward, optimizer …).
 
         On a described machine its own part comes last, after the messages and the computes inside it: as long as its
-        `flops` say, or a pace for its `kind`, of which it is a `share`.
+        `flops` say; under a pace, `share` of what the pace gives its `kind`.
         """
         piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
         self._act(f"computing {kind}" + (f", {label}" if label not in ("", kind) else ""))

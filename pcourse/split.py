@@ -14,6 +14,12 @@ def shard_range(n: int, parts: int, r: int) -> range:
     return range(start, start + shard_sizes(n, parts)[r])
 
 
+def micro_batches(batch: int, replicas: int, replica: int, parts: int) -> list[range]:
+    """The sequences of the global batch that `replica` takes in each of its `parts` micro-batches."""
+    mine = shard_range(batch, replicas, replica)
+    return [mine[rows.start : rows.stop] for rows in (shard_range(len(mine), parts, k) for k in range(parts))]
+
+
 def ring_wire(operation: str, n: int, parts: int, r: int) -> int:
     """Elements that rank `r` sends when `operation` runs over a ring on `n` elements in even shards.
 

@@ -27,7 +27,7 @@ from pcourse.parallel.tensor import tensor_parallel
 from pcourse.parallel.unit import Unit, segments_of
 from pcourse.parallel.zero import ZERO_STAGES
 from pcourse.report import MemoryLedger, Report
-from pcourse.split import shard_range
+from pcourse.split import micro_batches
 from pcourse.world import World
 
 
@@ -50,9 +50,7 @@ class Trainer:
         self.replicas = ZERO_STAGES[parallel.zero](self.mesh.dp, self.model, parallel, meter)
         self.pipeline = Pipeline(self.mesh.pp, schedule, self.model, self.replicas, meter, parallel.tp)
         recompute(self.model, parallel, self.pipeline.again, meter)
-        mine = shard_range(train.batch, parallel.dp, self.mesh.dp.rank)
-        rows = (shard_range(len(mine), parallel.micro_batches, k) for k in range(parallel.micro_batches))
-        self.micro_batches = [range(mine.start + r.start, mine.start + r.stop) for r in rows]
+        self.micro_batches = micro_batches(train.batch, parallel.dp, self.mesh.dp.rank, parallel.micro_batches)
         self.optimizers = [(self._optimizer(units), units) for units in self.replicas.stepped_together]
 
     def _optimizer(self, units: list[Unit]) -> torch.optim.Optimizer:

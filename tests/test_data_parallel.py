@@ -14,6 +14,7 @@ from pcourse.cost.units import units
 from pcourse.data import batch
 from pcourse.model import build
 from pcourse.parallel.data import DataParallel
+from pcourse.parallel.partition import partition
 from pcourse.parallel.stage import Stage
 from pcourse.parallel.unit import units_of
 from pcourse.proof import prove
@@ -347,7 +348,7 @@ def test_everything_frozen_on_a_rank():
 
 
 def test_segments_partition_every_parameter():
-    stage = Stage(model := build(TINY), _all_of(model))
+    stage = Stage(build(TINY), list(partition(TINY, 1)))
     owned = {name: [] for name, _ in stage.named_parameters()}
     for rank in range(5):
         for unit in {unit for used in units_of(stage, 5, rank).values() for unit in used}:
@@ -355,12 +356,6 @@ def test_segments_partition_every_parameter():
                 owned[segment.name] += range(segment.start, segment.stop)
     for name, p in stage.named_parameters():
         assert sorted(owned[name]) == list(range(p.numel()))
-
-
-def _all_of(model):
-    from pcourse.parallel.partition import partition
-
-    return list(partition(model.config, 1))
 
 
 # --- the proofs can fail ---------------------------------------------------------------------------------------------

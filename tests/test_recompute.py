@@ -82,19 +82,16 @@ def test_each_layer_runs_twice_but_for_what_nobody_needs(dropout, last_runs):
 
     def program(comm):
         trainer = Trainer(comm, model, ParallelConfig(recompute="full", recompute_every=2), TrainConfig(batch=2))
-        runs = []
+        begun, ended = [], []
         for i, block in trainer.model.blocks.items():
-            for name, module in (("qkv", block.attention.qkv), ("down", block.mlp.down)):
-                module.register_forward_pre_hook(lambda *_, key=(int(i), name): runs.append(key))
-        up = []  # `down` begins in any case; whether it ends, its own result tells
-        for block in trainer.model.blocks.values():
-            block.mlp.down.register_forward_hook(lambda *_: up.append(1))
+            block.attention.qkv.register_forward_pre_hook(lambda *_, i=int(i): begun.append(i))
+            block.mlp.down.register_forward_hook(lambda *_, i=int(i): ended.append(i))
         trainer.forward_backward(0)
-        return [runs.count((i, "qkv")) for i in range(4)], len(up)
+        return [begun.count(i) for i in range(4)], [ended.count(i) for i in range(4)]
 
-    ((qkv, down),) = World(1, "threads").run(program)
-    assert qkv == [2, 1, 2, 1]
-    assert down == 4 + 2 * (last_runs - 1)
+    ((begun, ended),) = World(1, "threads").run(program)
+    assert begun == [2, 1, 2, 1]
+    assert ended == [last_runs, 1, last_runs, 1]
 
 
 def kept(run) -> int:

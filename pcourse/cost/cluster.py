@@ -64,7 +64,8 @@ class Cluster:
             raise ConfigError(f"ranks_per_node={self.ranks_per_node!r} must be a whole number, 1 or more")
 
     def compute_seconds(self, flops: float, kind: str = "", rank: int = 0, share: float = 1) -> float:
-        """Seconds of a compute: FLOPs ÷ (peak · efficiency), whatever its kind and on every rank."""
+        """Seconds of a compute: FLOPs ÷ (peak · efficiency), whatever its kind and on every rank. They are those of
+        the share alone."""
         return flops / (self.peak_flops * self.efficiency)
 
     def link_between(self, rank_a: int, rank_b: int) -> Link:

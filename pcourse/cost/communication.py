@@ -9,7 +9,7 @@ from pcourse.config import BYTES, ModelConfig, ParallelConfig, TrainConfig
 from pcourse.cost.units import TIED, units
 from pcourse.parallel.partition import Part, stages_of
 from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule
-from pcourse.split import ring_wire, shard_sizes
+from pcourse.split import micro_batches, ring_wire, shard_sizes
 
 LAYER_ALL_REDUCES = 4  # two forward (g), two backward (f): Korthikanti et al. 2022, section 4.2.2
 
@@ -33,9 +33,8 @@ def communication(model: ModelConfig, parallel: ParallelConfig, train: TrainConf
     rows: dict = defaultdict(lambda: {"calls": 0, "payload": 0, "wire": 0})
     width = BYTES[model.dtype]
     replica = parallel.replica_of(rank)
-    sequences = shard_sizes(train.batch, parallel.dp)[replica]
-    for b in shard_sizes(sequences, parallel.micro_batches):
-        tokens = b * model.sequence
+    for rows_taken in micro_batches(train.batch, parallel.dp, replica, parallel.micro_batches):
+        tokens = len(rows_taken) * model.sequence
         for position in schedule.places(stage):
             for size, elements in _tensor_parallel(model, parallel, parts[position], tokens, width):
                 _add_collective(rows, "tp", "all_reduce", elements, size, parallel.tp, rank % parallel.tp)

@@ -32,7 +32,8 @@ def memory(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, ran
         (sum(of_unit[name].gradients for name in moment.with_gradient), moment.kept, moment.temporary)
         for moment in Walk(model, parallel, train, rank)
     ]
-    moments.append((gradients, 0, residual(model, parallel, train, rank)["optimizer step"]))
+    held, largest = units(model, parallel, train, rank), sizes_on(model, parallel, train, rank)[0]
+    moments.append((gradients, 0, optimizer_step(held, model, largest, parallel, train)))
     most = max(moments, key=sum)
     at_peak = dict(zip(CATEGORIES, (parameters, most[0], optimizer, most[1], most[2]), strict=True))
     return MemoryLedger(

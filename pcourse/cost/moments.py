@@ -28,7 +28,7 @@ from pcourse.parallel.schedules import (
     SEND_GRADIENT,
     Action,
 )
-from pcourse.split import shard_sizes
+from pcourse.split import micro_batches
 
 
 class Moment(NamedTuple):
@@ -163,5 +163,5 @@ def changes(kind: str, piece: PieceMemory) -> Iterator[tuple[str, int, int]]:
 def sizes_on(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int) -> list[Sizes]:
     """The sizes of each micro-batch on `rank`, the largest first."""
     share = {"tp": parallel.tp, "tp_rank": rank % parallel.tp, "sequence_parallel": parallel.sequence_parallel}
-    sequences = shard_sizes(train.batch, parallel.dp)[parallel.replica_of(rank)]
-    return [sizes(model, b, **share) for b in shard_sizes(sequences, parallel.micro_batches)]
+    taken = micro_batches(train.batch, parallel.dp, parallel.replica_of(rank), parallel.micro_batches)
+    return [sizes(model, len(rows), **share) for rows in taken]

@@ -16,7 +16,7 @@ from pcourse.cost.layers import Piece, pieces
 from pcourse.cost.states import bytes_on_a_replica, model_states
 from pcourse.parallel.schedule_check import peak_in_flight
 from pcourse.parallel.schedules import Schedule, check_sizes, make_schedule
-from pcourse.split import shard_sizes
+from pcourse.split import micro_batches
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def stages_of(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) 
     _require_layers(model, parallel, train)
     schedule = make_schedule(parallel.schedule, *sizes)
     held = [peak_in_flight(schedule, schedule.holder(position)[0]) for position in range(schedule.parts)]
-    sequences = max(shard_sizes(max(shard_sizes(train.batch, parallel.dp)), parallel.micro_batches))
+    sequences = max(map(len, micro_batches(train.batch, parallel.dp, 0, parallel.micro_batches)))
     how = {"sequences": sequences, "in_flight": held, "optimizer": train.optimizer, "parallel": parallel}
     return schedule, partition(model, schedule.parts, parallel.partition, **how)
 
