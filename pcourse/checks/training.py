@@ -37,7 +37,11 @@ def compare(function, guess=None) -> None:
     """Run a program beside one device, print number by number, and score the symptom locked in `guess`."""
     if guess is not None:
         guess.require()
-    module, symptom = next(_PROGRAMS[name] for name in inspect.signature(function).parameters if name in _PROGRAMS)
+    names = [name for name in inspect.signature(function).parameters if name in _PROGRAMS]
+    if len(names) != 1:
+        print(f"{function.__name__} must take the arguments that it came with: put their names back")
+        return
+    module, symptom = _PROGRAMS[names[0]]
     try:
         title, numbers, right, agree = module.numbers(function)
     except CheckFailed as error:

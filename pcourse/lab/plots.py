@@ -1,8 +1,8 @@
 """The canonical pictures of the course, each with one look everywhere.
 
 Of runs, measured or predicted alike: `timeline`, `pipeline`, `ledger`, `communication`, `tradeoff`; under each stands
-where its numbers are from. Without a run: `partition`, `split_matrix`, `layer_communication`, `ring`. Each returns a
-`Picture`.
+where its numbers are from. Without a run: `partition`, `replicas`, `split_matrix`, `layer_communication`, `ring`. Each
+returns a `Picture`.
 """
 
 from pcourse.lab.draw.communication import communication, difference_text
@@ -11,12 +11,13 @@ from pcourse.lab.draw.ledger import ledger
 from pcourse.lab.draw.partition import partition
 from pcourse.lab.draw.pipeline import pipeline
 from pcourse.lab.draw.product import split_matrix
+from pcourse.lab.draw.replicas import replicas
 from pcourse.lab.draw.ring import ring
 from pcourse.lab.draw.timeline import timeline
 from pcourse.lab.draw.tradeoff import tradeoff
 from pcourse.lab.picture import Picture
 
 __all__ = [
-    "Picture", "communication", "difference_text", "layer_communication", "ledger", "partition", "pipeline", "ring",
-    "split_matrix", "timeline", "tradeoff",
+    "Picture", "communication", "difference_text", "layer_communication", "ledger", "partition", "pipeline",
+    "replicas", "ring", "split_matrix", "timeline", "tradeoff",
 ]  # fmt: skip
