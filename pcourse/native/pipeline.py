@@ -88,13 +88,7 @@ def pipeline_sides(comm: Comm, model: ModelConfig, train: TrainConfig, parallel:
 
     def ours():
         trainer = Trainer(comm, model, parallel, train)
-
-        def forward_backward():
-            loss = trainer.pipeline.run(trainer.micro_batches, load, targets.numel())
-            trainer.pipeline.sum_tied()
-            return loss
-
-        return trainer.model, forward_backward
+        return trainer.model, lambda: trainer.accumulate(load, targets.numel())
 
     def theirs():
         split = TorchPipeline(comm, model, parallel, train)
