@@ -245,16 +245,26 @@ class Comm:
         On a described machine its own part comes last, after the messages and the computes inside it: as long as its
         `flops` say; under a pace, `share` of what the pace gives its `kind`.
         """
-        piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now())
+        piece = Compute(kind, label or kind, micro_batch, flops, bytes, self.clock.now(), share=share)
         self._act(f"computing {kind}" + (f", {label}" if label not in ("", kind) else ""))
+        self.recorder.under_way.append(piece)
         try:
             yield
-            self.clock.spend(kind, flops, share)
-            self.clock.keep_pace()
+            self.part_computed(1.0)
+            self._act("computing")
         finally:
             piece.end = self.clock.now()
-            self.recorder.computes.append(piece)
-            self._act("computing")
+            self.recorder.computes.append(self.recorder.under_way.pop())
+
+    def part_computed(self, part: float) -> None:
+        """So much of the compute under way is done: on a described machine its time passes now, before the messages
+        that follow, and not at the end."""
+        piece = self.recorder.under_way[-1] if self.recorder.under_way else None
+        if piece is not None and piece.done < 1.0:
+            part = min(part, 1.0 - piece.done)
+            piece.done += part
+            self.clock.spend(piece.kind, part * piece.flops, part * piece.share)
+            self.clock.keep_pace()
 
     def start_together(self, warm_up: bool = False) -> None:
         """A step begins: wait for all ranks, and forget what was recorded before. In a `warm_up` nobody sleeps."""

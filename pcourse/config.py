@@ -49,14 +49,14 @@ def _require_yes_or_no(config, *names: str) -> None:
 
 def _require_one_of(config, name: str, legal) -> None:
     value = getattr(config, name)
-    if value not in legal:
+    if not any(type(value) is type(one) and value == one for one in legal):
         raise ConfigError(f"{name}={value!r} is not known; {name} can be {listed(legal)}")
 
 
 def _require_number(config, name: str, least: float, below: float | None = None) -> None:
     value = getattr(config, name)
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not least <= value or (below is not None and not value < below):
+    if not number or not least <= value < math.inf or (below is not None and not value < below):
         limit = f"at least {least:g}" + (f" and below {below:g}" if below is not None else "")
         raise ConfigError(f"{name}={value!r} must be a number, {limit}")
     object.__setattr__(config, name, value if isinstance(value, (int, float)) else float(value))
@@ -152,6 +152,7 @@ class ParallelConfig:
         _require_whole(self, "tp", "pp", "dp", "cp", "micro_batches", "chunks", "recompute_every")
         _require_yes_or_no(self, "sequence_parallel", "reshard", "master_weights")
         _require_one_of(self, "partition", PARTITIONS)
+        _require_whole(self, "zero", least=0)
         _require_one_of(self, "zero", (0, 1, 2, 3))
         _require_one_of(self, "recompute", RECOMPUTE)
         _require_one_of(self, "grad_dtype", GRAD_DTYPES)

@@ -36,7 +36,8 @@ class Call:
 class Compute:
     """One named piece of compute of one rank; the calls made inside it lie within its times.
 
-    `flops` are its own, without those of the computes inside it.
+    `flops` are its own, without those of the computes inside it, and so is its `share` of a paced pass. `done` is the
+    part whose time has passed on a described machine.
     """
 
     kind: str
@@ -46,6 +47,8 @@ class Compute:
     bytes: float
     start: float
     end: float = 0.0
+    share: float = 1.0
+    done: float = 0.0
 
 
 @dataclass
@@ -55,6 +58,7 @@ class Recorder:
     clock: WallClock | LogicalClock
     calls: list[Call] = field(default_factory=list)
     computes: list[Compute] = field(default_factory=list)
+    under_way: list[Compute] = field(default_factory=list)  # each inside the one before it
     counts: Counter = field(default_factory=Counter)
 
     def key(self, *group, count_as: str = "") -> tuple:

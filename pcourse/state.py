@@ -31,6 +31,8 @@ def save(trainer: Trainer, directory: str | Path, step: int) -> None:
     another number of ranks has saved there.
     """
     directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; save to a folder")
     directory.mkdir(parents=True, exist_ok=True)
     ranks, rank = trainer.comm.size, trainer.comm.rank
     if others := {size for _, size in _saved(directory)} - {ranks}:
@@ -65,6 +67,8 @@ def load(trainer: Trainer, directory: str | Path) -> int:
         mine = {key: flat[places] if flat.dim() else flat.clone() for key, flat in whole[name].items()}
         with torch.no_grad():
             weight.copy_(mine.pop(WEIGHT).view_as(weight))
+        if optimizer is not None:
+            optimizer.state.pop(weight, None)
         if mine and optimizer is not None:
             optimizer.state[weight] = {
                 key: value.view_as(weight).to(weight) if value.dim() else value for key, value in mine.items()
@@ -115,9 +119,13 @@ def _places(shape: torch.Size, shard: Shard | None, start: int, stop: int) -> to
 def _whole(files: list[Path], sizes: dict, shapes: dict[str, torch.Size]) -> tuple[int, dict]:
     """The step, and every parameter's weights and optimizer state, flattened and whole; step counters as they are."""
     whole = {name: {} for name in shapes}
+    missing = {name: shape.numel() for name, shape in shapes.items()}
     steps = set()
     for path in files:
-        step, saved, pieces = torch.load(path, weights_only=True)
+        try:
+            step, saved, pieces = torch.load(path, weights_only=True)
+        except Exception as e:  # whatever torch makes of bytes that it did not write
+            raise ConfigError(f"{path} cannot be read as a saved state: {e}") from e
         steps.add(step)
         if others := [f"{name}={saved[name]}, not {sizes[name]}" for name in sizes if saved[name] != sizes[name]]:
             raise ConfigError(f"{path} is of another model: {listed(others)}")
@@ -127,10 +135,14 @@ def _whole(files: list[Path], sizes: dict, shapes: dict[str, torch.Size]) -> tup
                 if value.dim():
                     flat = whole[name].setdefault(key, torch.zeros(shapes[name].numel(), dtype=value.dtype))
                     flat[places] = value
+                    if key == WEIGHT:
+                        missing[name] -= len(places)
                 else:
                     whole[name][key] = value
     if len(steps) > 1:
         raise ConfigError(f"{files[0].parent} holds files of steps {listed(sorted(steps))}: a save was cut short")
+    if lacking := [name for name, elements in missing.items() if elements > 0]:
+        raise ConfigError(f"{files[0].parent} lacks elements of {lacking[0]}: its files are of different splits")
     return steps.pop(), whole
 
 

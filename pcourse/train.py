@@ -80,7 +80,8 @@ class Trainer:
 
     def accumulate(self, load, total: int, dropout_seed: int = 0) -> torch.Tensor:
         """As `forward_backward`: `load(rows)` gives those sequences' tokens and targets, of which all ranks together
-        have `total`. `update` follows before this is called again."""
+        have `total`. Gradients of a call before it, if any, are dropped."""
+        self.replicas.drop_gradients()
         loss = self.pipeline.run(self.micro_batches, load, total, dropout_seed)
         loss = self.replicas.finish_backward(loss)
         tied = (s.gradient for s in self.replicas.segments if s.parameter is self.model.tied_weight)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pcourse.config import ConfigError, ModelConfig, ParallelConfig, TrainConfig, validate
+from pcourse.cost.cluster import Cluster, Link
 from pcourse.cost.communication import communication
 from pcourse.cost.units import units
 from pcourse.data import batch
@@ -356,6 +357,41 @@ def test_segments_partition_every_parameter():
                 owned[segment.name] += range(segment.start, segment.stop)
     for name, p in stage.named_parameters():
         assert sorted(owned[name]) == list(range(p.numel()))
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_a_step_has_the_gradients_of_its_own_batch(zero):
+    """Whatever was run before it: a loss without backward, another backward, weights looked at in vain."""
+    model, train = replace(TINY, dtype="float64"), TrainConfig(batch=4, learning_rate=0.01)
+
+    def program(comm, disturb):
+        trainer = Trainer(comm, model, ParallelConfig(dp=2, zero=zero), train)
+        results = []
+        for number in range(3):
+            if disturb:
+                with torch.no_grad():
+                    trainer.model.chunks[0](*batch(model, train, number + 10))
+                trainer.model.chunks[0](*batch(model, train, number + 20))
+                trainer.forward_backward(number + 30)
+                with pytest.raises(ZeroDivisionError), trainer.replicas.whole_weights():
+                    1 / 0  # noqa: B018
+            results.append(trainer.step(number))
+        return results
+
+    threads = World(2, "threads")
+    assert threads.run(program, True) == threads.run(program, False)
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_on_a_described_cluster_reductions_run_beside_the_backward(zero):
+    """Each layer's starts when its own backward is over, and is hidden by the next one's; the last one's is not, nor
+    are the weights that ZeRO-1 and 2 gather when all is done."""
+    cluster = Cluster("c", peak_flops=1e12, efficiency=1.0, link=Link(bandwidth=8e9))
+    model, train = ModelConfig(layers=8, hidden=64, sequence=32), TrainConfig(batch=16, steps=1, warmup=0)
+    report = measure(model, ParallelConfig(dp=2, zero=zero), train, clock="virtual", cluster=cluster)
+    rank = report.ranks[0]
+    messages = rank.wire("dp") / cluster.link.bandwidth
+    assert rank.seconds["compute"] < report.step_seconds < rank.seconds["compute"] + 0.7 * messages
 
 
 # --- the proofs can fail ---------------------------------------------------------------------------------------------

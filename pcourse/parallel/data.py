@@ -23,8 +23,9 @@ from torch import nn
 
 from pcourse.comm import SCALAR, Comm
 from pcourse.config import ParallelConfig
+from pcourse.cost.layers import pieces
 from pcourse.model import DTYPE
-from pcourse.parallel.schedules import BACKWARD_INPUT
+from pcourse.parallel.schedules import BACKWARD, BACKWARD_INPUT, FORWARD
 from pcourse.parallel.stage import Stage
 from pcourse.parallel.unit import Segment, Unit, segments_of, units_of
 
@@ -60,6 +61,8 @@ class DataParallel:
         self._lay_out()
         for segment in self.segments:
             segment.weight = self._weight(segment)
+        self._parts = _parts(stage)
+        self._kind = FORWARD  # of the pass under way
         self._to_reduce: list[Unit] = []  # of the pass under way, in order
         self._complete: set[Unit] = set()
         self._reducing: list = []  # reductions under way: (unit, its gradient, handle)
@@ -76,18 +79,20 @@ class DataParallel:
     def backward(self, chunk: int, kind: str, last: bool):
         """Around a backward pass through one of the stage's chunks; `last` is the one after which the chunk's gradients
         of this step are complete."""
-        self._complete = set()
+        self._complete, self._kind = set(), kind
         self._to_reduce = []
         if self.reduces and kind != BACKWARD_INPUT:  # which has put its weight gradients off
             self._to_reduce = [u for u in self._order(chunk) if self.reduces_each or (last and u.module is not None)]
         yield
         self._complete.update(self._to_reduce)
+        self.comm.part_computed(1.0)
         self._reduce_complete()
 
     def _reached(self, module: nn.Module, grad) -> None:
         """Backward has come to `module`'s output: with the module after it it is done, and with that one's weights."""
         after = self.next.get(module)
         if after is not None:
+            self.comm.part_computed(self._parts[self._kind][after])
             self.after_backward(after)
             self._complete.update(unit for unit in self.units_of[after] if unit.module is after)
             self._reduce_complete()
@@ -162,13 +167,14 @@ class DataParallel:
     # --- where ZeRO gathers weights, and frees them ----------------------------------------------------------------
 
     def _leave(self, module: nn.Module, arguments, y) -> None:
-        self.after_forward(module)
+        self.comm.part_computed(self._parts[FORWARD][module])
+        self.after_forward(module, y)
         if y.requires_grad:
             y.register_hook(partial(self._reached, module))
 
     def before_forward(self, module: nn.Module) -> None: ...
 
-    def after_forward(self, module: nn.Module) -> None: ...
+    def after_forward(self, module: nn.Module, y: torch.Tensor) -> None: ...
 
     def before_backward(self, module: nn.Module) -> None: ...
 
@@ -203,6 +209,9 @@ class DataParallel:
 
     def finish_step(self) -> None:
         """Every weight is up to date, and no gradient is left."""
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
         for unit in self.units:
             unit.gradient, unit.used = None, [False] * len(unit.used)
             for p in unit.parameters:
@@ -242,3 +251,22 @@ class DataParallel:
     def whole_weights(self):
         """Inside, the stage's parameters are whole, whatever is shared out. Every rank enters."""
         yield
+
+
+def _parts(stage: Stage) -> dict[str, dict[nn.Module, float]]:
+    """Which part of a pass through its chunk each module is, by FLOPs: so that on a described machine a message that
+    is sent in the middle of a pass is sent in the middle of its time."""
+    each = {piece.name: piece for piece in pieces(stage.config)}
+    counted = {
+        FORWARD: ("forward",),
+        BACKWARD: ("backward_input", "backward_weight"),
+        BACKWARD_INPUT: ("backward_input",),
+    }
+    parts: dict = {kind: {} for kind in counted}
+    for part, chunk in zip(stage.parts, stage.chunks, strict=True):
+        named = {chunk.embed: "embedding", chunk.head: "head"}
+        named |= {block: f"layer {i}" for i, block in zip(part.layers, chunk.blocks, strict=True)}
+        for kind, fields in counted.items():
+            taken = {m: sum(getattr(each[name], f) for f in fields) for m, name in named.items() if m is not None}
+            parts[kind] |= {module: n / (sum(taken.values()) or 1) for module, n in taken.items()}
+    return parts

@@ -19,6 +19,7 @@ SHARD_GRAD_OP, the other FULL_SHARD). The embedding and the head stay in any cas
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 
 import torch
@@ -106,6 +107,7 @@ class ShardedParameters(ShardedGradients):
         layers = set(self.stage.blocks.values()) if self.parallel.reshard else ()
         self._stay = [m for m in self.units_of if m not in layers]  # from forward to backward
         self._previous = {after: m for m, after in self.next.items()}
+        self._staying: Counter = Counter()  # modules -> micro-batches that they stay for
         self._open: list[nn.Module] = []  # of the backward pass under way: what holds its weights
 
     # --- one module, forward and backward -------------------------------------------------------------------------
@@ -114,8 +116,10 @@ class ShardedParameters(ShardedGradients):
         self._hold(module)
         self._prefetch(self.next.get(module))
 
-    def after_forward(self, module: nn.Module) -> None:
-        if module not in self._stay:
+    def after_forward(self, module: nn.Module, y: torch.Tensor) -> None:
+        if module in self._stay and y.requires_grad:  # else no backward follows
+            self._staying[module] += 1
+        else:
             self._release(module)
 
     def before_backward(self, module: nn.Module) -> None:
@@ -131,7 +135,8 @@ class ShardedParameters(ShardedGradients):
     @contextmanager
     def backward(self, chunk: int, kind: str, last: bool):
         # That of the linear weights by themselves needs inputs and output gradients, and no weights.
-        self._open = [m for m in self.modules[chunk] if m in self._stay and kind != BACKWARD_WEIGHT]
+        self._open = [m for m in self.modules[chunk] if self._staying[m] and kind != BACKWARD_WEIGHT]
+        self._staying.subtract(self._open)
         with super().backward(chunk, kind, last):
             yield
             while self._open:  # with these backward is done, though it reached no output before them: the first module
@@ -172,7 +177,11 @@ class ShardedParameters(ShardedGradients):
             self.meter.see_gathered(unit.weights)
 
     def _share_new_weights(self, unit: Unit) -> None:
-        """The others gather them when they next need them."""
+        """The others gather them when they next need them. What a forward without a backward has left whole is old."""
+        unit.holders = 0
+        self._await(unit)
+        self._resize(unit, 0)
+        self._staying.clear()
 
     def _claim(self) -> None:
         super()._claim()
@@ -182,9 +191,11 @@ class ShardedParameters(ShardedGradients):
     def whole_weights(self):
         for module in self.units_of:
             self._hold(module)
-        yield
-        for module in self.units_of:
-            self._release(module)
+        try:
+            yield
+        finally:
+            for module in self.units_of:
+                self._release(module)
 
 
 ZERO_STAGES = (DataParallel, ShardedOptimizer, ShardedGradients, ShardedParameters)
