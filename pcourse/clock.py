@@ -54,7 +54,7 @@ class WallClock:
     def follow(self, transport, call, work, peer: int | None = None, tag: int = 0):
         return work
 
-    def spend(self, kind: str, flops: float, share: float) -> None: ...
+    def spend(self, kind: str, flops: float, share: float = 1) -> None: ...
 
     def keep_pace(self) -> None: ...
 
@@ -112,7 +112,7 @@ class LogicalClock:
         self._link_free.clear()
         self._latest.clear()
 
-    def spend(self, kind: str, flops: float, share: float) -> None:
+    def spend(self, kind: str, flops: float, share: float = 1) -> None:
         """A compute has been done: it ends when the machine would be done with it."""
         took = self.machine.compute_seconds(flops, kind, self.rank, share)
         self._reach(self.due + took, took)
