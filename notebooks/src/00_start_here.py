@@ -184,5 +184,5 @@ for kind in ("compute", "communication", "waiting", "idle"):
 # - Each rank computes with one thread; `World(2, threads=4)` gives it more. With more ranks than cores, ranks take turns.
 # - Nothing is downloaded, and ranks talk over this machine's own loopback only.
 #
-# **Next**: [02 · Talking between ranks](02_talking_between_ranks.ipynb), then
-# [03](03_tensor_parallelism.ipynb), [04](04_cutting_into_stages.ipynb), [05](05_filling_the_pipeline.ipynb).
+# **Next**: [01 · Where memory goes](01_where_memory_goes.ipynb), then in the order of their numbers to
+# [07](07_recomputing_activations.ipynb).

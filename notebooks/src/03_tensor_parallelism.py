@@ -433,21 +433,10 @@ from pcourse.native.beside import beside
 
 with World(2, backend="gloo") as world, world.take_turns(print):
     result = world.run(beside, model, train, 15, timeout=120)[0]
-r = result.ratio
-print(f"{'':<22}{'ours':>12}{'DTensor':>12}")
-print(
-    f"{'step, median':<22}{r.ours * 1e3:>9.1f} ms{r.theirs * 1e3:>9.1f} ms   ratio {r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
-)
-print(
-    f"{'payload of all-reduces':<22}{bytes_text(4 * result.sent[0]):>12}{bytes_text(4 * result.sent[1]):>12}"
-)
-print(f"{'calls':<22}{result.messages[0].total():>12}{result.messages[1].total():>12}")
-print(f"{'peak memory':<22}{bytes_text(result.peak[0]):>12}{bytes_text(result.peak[1]):>12}")
-print(f"loss differs by {result.loss_difference:.1e}; measured on {result.device}")
-print("ratio: ours / DTensor's, the median over pairs of steps, with its 95 % interval")
+print(result.table("DTensor"))
 
 # %% [markdown]
-# The payload is the same. DTensor sums the loss in one more call. In time it works out at every operation how its result
+# They send the same but for the loss, which DTensor sums in one more call. In time it works out at every operation how its result
 # should be laid out; ours has that written down. The larger the layer, the less that matters.
 
 # %% [markdown]

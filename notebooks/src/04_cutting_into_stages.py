@@ -572,18 +572,8 @@ from pcourse.native.pipeline import pipeline_sides
 
 sides = partial(pipeline_sides, parallel=ParallelConfig(pp=2, micro_batches=4, partition="memory"))
 with World(2, backend="gloo") as world, world.take_turns(print):
-    results = world.run(beside, model, train, 15, sides, timeout=120)
-ours, theirs = (sum(4 * r.sent[i] for r in results) for i in (0, 1))
-r = results[0].ratio
-print(f"{'':<26}{'ours':>12}{'PyTorch':>12}")
-print(
-    f"{'step, median':<26}{r.ours * 1e3:>9.1f} ms{r.theirs * 1e3:>9.1f} ms   ratio {r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
-)
-print(f"{'sent and all-reduced':<26}{bytes_text(ours):>12}{bytes_text(theirs):>12}")
-print(
-    f"{'peak memory, stage 0':<26}{bytes_text(results[0].peak[0]):>12}{bytes_text(results[0].peak[1]):>12}"
-)
-print(f"loss differs by {results[0].loss_difference:.1e}; measured on {results[0].device}")
+    result = world.run(beside, model, train, 15, sides, timeout=120)[0]
+print(result.table("torch's, stage 0"))
 
 # %% [markdown]
 # ## The articles said

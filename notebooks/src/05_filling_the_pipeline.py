@@ -629,15 +629,7 @@ with World(2, backend="gloo") as world, world.take_turns(print):
     result = world.run(beside, larger, TrainConfig(batch=8), 15, sides, timeout=120)[0]
 
 # %%
-r = result.ratio
-print(f"{'1F1B, rank 0':<22}{'ours':>12}{'pipelining':>12}")
-print(f"{'step, median':<22}{r.ours * 1e3:>9.1f} ms{r.theirs * 1e3:>9.1f} ms", end="   ")
-print(f"ratio {r.median:.2f} [{r.low:.2f}, {r.high:.2f}]")
-print(f"{'bytes of messages':<22}" + "".join(f"{bytes_text(4 * n):>12}" for n in result.sent))
-print(f"{'messages':<22}" + "".join(f"{n.total():>12}" for n in result.messages))
-print(f"{'peak memory':<22}" + "".join(f"{bytes_text(n):>12}" for n in result.peak))
-print(f"loss differs by {result.loss_difference:.1e}; measured on {result.device}")
-print("ratio: ours / PyTorch's, the median over pairs of steps, with its 95 % interval")
+print(result.table("1F1B of torch"))
 
 # %% [markdown]
 # ## The articles said
@@ -755,4 +747,5 @@ claims["A47"].score(
 # their own overhead too. And interleaving wants `m` in whole rounds of `p`.
 # </details>
 #
-# **Next**, in a later version of the course: replicas of the model that each take a part of the batch.
+# **Next**: [06 Data parallelism and ZeRO](06_data_parallel_and_zero.ipynb), replicas of the model that each take a part of
+# the batch.
