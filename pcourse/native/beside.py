@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -16,8 +17,20 @@ from pcourse.config import ModelConfig, TrainConfig
 from pcourse.meter import MemoryMeter
 from pcourse.native.paired import Ratio, interleave, ratio
 from pcourse.native.tensor import tensor_sides
+from pcourse.wording import bytes_text
 
-CARRIED = tuple(f"{backend}:{call}" for backend in ("gloo", "nccl") for call in ("all_reduce", "send"))
+# What a rank sends of each element that it hands to the backend, N ranks taking part and each sending as much (see
+# `comm.py`). gloo has no reduce-scatter: torch's is an all-reduce of it, and shows as one; ours is an all-to-all.
+SENT = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: n - 1,  # which is handed the rank's own shard
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: 1,  # which is handed what is for the others alone
+    "broadcast": lambda n: (n - 1) / n,  # each rank being the source of its share
+    "send": lambda n: 1,
+}
+CARRIED = {f"{backend}:{call}": call for backend in ("gloo", "nccl") for call in SENT}
+SETTLED = 2  # steps until nothing new comes to be: the optimizer's state in the first, DDP's own buckets in the second
 
 
 @dataclass(frozen=True)
@@ -26,18 +39,28 @@ class Beside:
 
     times: list[tuple[float, float]]  # seconds, pair by pair
     peak: tuple[int, int]  # bytes
-    messages: tuple[Counter, Counter]  # {elements of an all-reduce or a send as it reaches the backend: calls}
+    calls: tuple[Counter, Counter]  # {(operation, elements) as they reach the backend: calls}
     loss_difference: float  # of the first step
     device: str
+    ranks: int
 
     @property
     def ratio(self) -> Ratio:
         return ratio(self.times)
 
     @property
+    def messages(self) -> tuple[Counter, Counter]:
+        """{elements of a call as it reaches the backend: calls}, whatever the operation."""
+        messages = Counter(), Counter()
+        for counted, calls in zip(messages, self.calls, strict=True):
+            for (_, elements), number in calls.items():
+                counted[elements] += number
+        return messages
+
+    @property
     def sent(self) -> list[int]:
-        """Elements that a step all-reduces or sends."""
-        return [sum(size * calls for size, calls in counted.items()) for counted in self.messages]
+        """Elements that a rank sends in a step, if each collective goes over all ranks."""
+        return [round(sum(SENT[c](self.ranks) * n * k for (c, n), k in calls.items())) for calls in self.calls]
 
     @property
     def cause(self) -> str:
@@ -46,9 +69,26 @@ class Beside:
             return ""
         if self.sent[0] > self.sent[1]:
             return f"ours sends {self.sent[0] / self.sent[1]:.2f} times as much"
-        if self.messages[0].total() > self.messages[1].total():
-            return f"ours makes {self.messages[0].total() - self.messages[1].total()} calls more"
+        if self.calls[0].total() > self.calls[1].total():
+            return f"ours makes {self.calls[0].total() - self.calls[1].total()} calls more"
         return "not the messages: compute"
+
+    def table(self, theirs: str = "PyTorch's") -> str:
+        """Time, messages and memory, a line each, ours in the first column and `theirs` in the second."""
+        r = self.ratio
+        rows = (
+            ("", "ours", theirs),
+            ("step, median", f"{r.ours * 1e3:.1f} ms", f"{r.theirs * 1e3:.1f} ms"),
+            ("elements sent", *(f"{n:,}" for n in self.sent)),
+            ("calls", *(str(calls.total()) for calls in self.calls)),
+            ("peak memory", *map(bytes_text, self.peak)),
+        )
+        width = max(14, len(theirs) + 2)
+        lines = [f"{name:<16}{a:>14}{b:>{width}}" for name, a, b in rows]
+        lines[1] += f"   ratio {r.median:.2f} [{r.low:.2f}, {r.high:.2f}]"
+        lines.append(f"ratio: ours / {theirs}, the median over {r.pairs} pairs of steps, with its 95 % interval")
+        lines.append(f"first losses differ by {self.loss_difference:.1e}; measured on {self.device}")
+        return "\n".join(lines)
 
 
 def beside(
@@ -56,18 +96,22 @@ def beside(
 ) -> Beside:
     """A rank program: time both steps in turn, then count the messages and the peak memory of each by itself.
 
-    `sides(comm, model, train)` tells how to make ours and PyTorch's. Each of the two, called, gives a model that is
-    newly split, and the function that leaves the gradients of a batch on its parameters and returns the loss.
+    `sides(comm, model, train)` tells how to make ours and PyTorch's. Each of the two, called, gives a function that
+    takes a whole training step of a newly split model and returns the loss; or the model, and the function that leaves
+    the gradients of a batch on its parameters and returns the loss: AdamW then steps them.
     """
-    ours, theirs = ((lambda make=make: _stepper(*make(), train)) for make in sides(comm, model, train))
+    ours, theirs = ((lambda make=make: _step_of(make(), train)) for make in sides(comm, model, train))
     loss_difference = abs(ours()() - theirs()())
     times = interleave(comm, ours(), theirs(), pairs)
-    messages = tuple(_messages(make()) for make in (ours, theirs))
+    calls = tuple(_calls(make()) for make in (ours, theirs))
     peak = tuple(_peak(make) for make in (ours, theirs))
-    return Beside(times, peak, messages, loss_difference, comm.describe())
+    return Beside(times, peak, calls, loss_difference, comm.describe(), comm.size)
 
 
-def _stepper(model: torch.nn.Module, forward_backward: Callable, train: TrainConfig) -> Callable:
+def _step_of(made, train: TrainConfig) -> Callable[[], float]:
+    if callable(made):
+        return lambda: made().item()
+    model, forward_backward = made
     adam = torch.optim.AdamW(model.parameters(), lr=train.learning_rate)
 
     def step() -> float:
@@ -79,22 +123,40 @@ def _stepper(model: torch.nn.Module, forward_backward: Callable, train: TrainCon
     return step
 
 
-def _messages(step) -> Counter:
-    """The messages of one step, counted where the backend takes them."""
-    step()
+def _calls(step) -> Counter:
+    """The calls of one step, counted where the backend takes them."""
+    for _ in range(SETTLED):
+        step()
     with _silence(), torch.autograd.profiler.profile(use_kineto=False, record_shapes=True) as profile:
         step()
     taken = [e for e in profile.function_events if e.name in CARRIED]
-    return Counter(math.prod(shape) for e in taken for shape in e.input_shapes)
+    return Counter((CARRIED[e.name], math.prod(shape)) for e in taken for shape in e.input_shapes)
 
 
 def _peak(make) -> int:
-    with MemoryMeter() as meter:
+    with MemoryMeter() as meter, _resizes_seen(meter):
         step = make()
-        step()  # the optimizer's state comes to be
+        for _ in range(SETTLED):
+            step()
         meter.reset_peaks()
         step()
         return meter.ledger().peak
+
+
+@contextlib.contextmanager
+def _resizes_seen(meter: MemoryMeter):
+    """Sharded weights come and go as their storage is resized, which is no operation that a meter would see."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage, size):
+        resize(storage, size)
+        meter.see(SimpleNamespace(untyped_storage=lambda: storage))
+
+    torch.UntypedStorage.resize_ = resize_and_tell
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize
 
 
 @contextlib.contextmanager

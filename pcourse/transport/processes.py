@@ -8,6 +8,7 @@ Where ranks share a GPU, which NCCL refuses, messages go through host memory and
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import platform
 import time
@@ -110,6 +111,10 @@ class TorchTransport:
         return self._start(lambda outs, ins: dist.all_reduce(outs[0], _OPS[op], self.group, async_op=True), [x], [x])
 
     def all_gather(self, outs, x):
+        if self.size == 2 and self.backend == "gloo":  # whose own goes through a buffer as long as the result
+            self._keep(outs, x)
+            out = outs[1 - self.rank]
+            return self._exchange(out.view(-1), [out.numel()] * 2, [x, x])
         longest = max(out.numel() for out in outs)
         if all(out.shape == x.shape for out in outs):
             return self._start(lambda outs, ins: dist.all_gather(outs, ins[0], self.group, async_op=True), outs, [x])
@@ -126,34 +131,50 @@ class TorchTransport:
         return finish
 
     def reduce_scatter(self, out, parts):
-        received = out.new_empty(self.size, out.numel())
+        # Of two ranks the one's part is received where the sum will be.
+        shape = (self.size - 1, *out.shape)
+        received = out.view(shape) if self.size == 2 else out.new_empty(shape)
         wait = self._exchange(received.view(-1), [out.numel()] * self.size, parts)
 
         def finish():
             wait()
-            torch.sum(received, 0, dtype=out.dtype, out=out.view(-1))
+            rows = [*received[: self.rank], parts[self.rank], *received[self.rank :]]
+            total = functools.reduce(lambda a, b: torch.add(a, b, out=out), rows)
+            if total is not out:  # of one rank
+                out.copy_(total)
 
         return finish
 
     def all_to_all(self, outs, parts):
-        lengths = [out.numel() for out in outs]
+        self._keep(outs, parts[self.rank])
+        lengths = [0 if q == self.rank else out.numel() for q, out in enumerate(outs)]
         received = outs[0].new_empty(sum(lengths))
         wait = self._exchange(received, lengths, parts)
 
         def finish():
             wait()
-            for out, piece in zip(outs, received.split(lengths), strict=True):
-                out.copy_(piece.view_as(out))
+            for q, piece in enumerate(received.split(lengths)):
+                if q != self.rank:
+                    outs[q].copy_(piece.view_as(outs[q]))
 
         return finish
 
+    def _keep(self, outs, x) -> None:
+        """The rank's own part stays here."""
+        if outs[self.rank].data_ptr() != x.data_ptr():
+            outs[self.rank].copy_(x)
+
     def _exchange(self, received, lengths, parts):
-        """Part q goes to rank q; of rank q come `lengths[q]` elements, side by side in `received`, which is flat."""
-        sent = torch.cat([part.reshape(-1) for part in parts])
+        """Part q goes to each other rank q, of which `lengths[q]` elements come, side by side in `received`."""
+        if self.size == 1:
+            return lambda: None
+        others = [q for q in range(self.size) if q != self.rank]
+        sent = _in_one([parts[q] for q in others])
+        lengths = [0 if q == self.rank else n for q, n in enumerate(lengths)]
+        sizes = [0 if q == self.rank else part.numel() for q, part in enumerate(parts)]
 
         def call(outs, ins):
-            sizes = lengths, [part.numel() for part in parts]
-            return dist.all_to_all_single(outs[0], ins[0], *sizes, group=self.group, async_op=True)
+            return dist.all_to_all_single(outs[0], ins[0], lengths, sizes, group=self.group, async_op=True)
 
         return self._start(call, [received], [sent])
 
@@ -214,6 +235,17 @@ class TorchTransport:
                 _await_release(released)
 
         return wait
+
+
+def _in_one(parts) -> torch.Tensor:
+    """The elements of `parts` in one flat tensor; without a copy, if they already lie side by side in memory."""
+    filled = [part for part in parts if part.numel()]
+    ends = [part.data_ptr() + part.nbytes for part in filled]
+    memory = {part.untyped_storage().data_ptr() for part in filled}
+    side_by_side = len(memory) == 1 and all(part.is_contiguous() for part in filled)
+    if side_by_side and ends[:-1] == [part.data_ptr() for part in filled[1:]]:
+        return filled[0].as_strided((sum(part.numel() for part in filled),), (1,))
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def _await_release(tensors, patience: float = 0.05) -> None:
