@@ -1,7 +1,7 @@
 # %% [markdown]
 # # 01 · Where memory goes
 #
-# 25 minutes, after lesson 00. One process, no GPU. Bytes are counted, so a busy machine changes none of them.
+# 40 minutes, after lesson 00. One process, no GPU. Bytes are counted, so a busy machine changes none of them.
 #
 # **You train a model that barely fits. Which bytes fill the device in one training step, how many of them could you have
 # told beforehand, and when are they most?** Every later lesson cuts some of these bytes into pieces. So first: what are they?
@@ -29,7 +29,7 @@ plots.ledger(report)
 # Each category stands at its own peak. They do not peak together, so the black line, the peak of their sum, is lower.
 
 # %% [markdown]
-# ## Look at the shards
+# ## Look at what there is
 #
 # Nothing is cut yet, so these are whole. The first layer's matrices, the gradient of each, and what AdamW keeps beside it:
 
@@ -156,7 +156,8 @@ assert set(each) == {16}
 #
 # ## Explain: activations
 #
-# They depend on the work. The curve is the formula, the points are measured.
+# They depend on the work. The points, joined by lines, are measured; the dashed curve is the formula, which need not be straight
+# between them.
 
 # %% tags=["answer"]
 lengths = [64, 128, 256, 512]
@@ -220,7 +221,7 @@ when = Choose(
     "When is the sum of all five largest?",
     [
         "in the middle of forward",
-        "where forward ends and backward begins",
+        "near the turn from forward to backward",
         "where backward ends, when all gradients are there",
         "in the optimizer's step",
     ],
@@ -632,7 +633,7 @@ for name, (layers, h, a, kv, ffn, vocab, matrices) in published.items():
 matrix, spike = 12 * large.vocab * large.hidden, more + held_large["temporary"]
 print(
     f"measured above, V = 8,192, h = 128: {matrix / most_large:.0%} of the peak is the matrix with"
-    f" AdamW's numbers, {spike / most_large:.0%} comes of the logits"
+    f" AdamW's numbers, {spike / most_large:.0%} comes from the logits"
 )
 claims["A43"].score(
     "in part" if min(share.values()) < 0.05 < max(share.values()) else "holds",

@@ -522,7 +522,7 @@ def loses_a_layer(*settings):
 faults = {
     "the layer before the cut is on no stage": ("pcourse.train.stages_of", loses_a_layer),
     "the two copies' gradients are not summed": (
-        "pcourse.parallel.pipeline.TiedGradients.__call__", lambda self: None),
+        "pcourse.parallel.pipeline.TiedGradients.__call__", lambda self, gradient: None),
     "the norm counts both copies": ("pcourse.train.is_copy", lambda parameter: False),
 }  # fmt: skip
 betrayed = {}

@@ -1,7 +1,8 @@
 # %% [markdown]
 # # 06 · Data parallelism and ZeRO
 #
-# 35 minutes, after lesson 02. You need no GPU: the replicas are processes of this machine.
+# 50 minutes, after lesson 02. You need no GPU: the replicas are processes of this machine. Where tensor parallelism, stages or a
+# tied matrix are named, lessons 03 to 05 tell what they are; nothing here needs them.
 #
 # **The model fits, the batch is too slow. So N ranks hold the same model, and each takes its share of the sequences. What
 # must they tell each other? And why should each of them hold the same optimizer state?**
@@ -224,7 +225,7 @@ for zero in (0, 1):
 # %% [markdown]
 # An all-reduce *is* a reduce-scatter, then an all-gather (lesson 02). Between the two halves every rank has the complete
 # gradient of one shard. ZeRO-1 does the optimizer's step right there: it reduce-scatters gradients, steps, and all-gathers
-# *weights* instead of gradients. Same bytes. As many messages as units, each way.
+# *weights* instead of gradients. The bytes are the same, and each way there is one message for each unit.
 #
 # Stages 2 and 3 have gradients reduced after every micro-batch, as nobody keeps them whole until the next. With `m`
 # micro-batches:
@@ -356,8 +357,9 @@ for depth in (2, 8):
 # %% [markdown]
 # What is gathered to be used, or whole until it is reduced, is **temporary**: weights of the layer that computes and of the
 # next one, gradients of a layer or two, and buffers for messages. That is a few units, whatever the depth and whatever N. The
-# states that a stage saves grow with the depth. Where an arrow stands, the few units were more than what was saved. The
-# paper's formulas count states alone.
+# states that a stage saves grow with the depth. Where an arrow stands, the few units were more than what was saved. And the
+# peak lies near the turn from forward to backward (lesson 01), where few gradients are there to be saved: so stage 2 may gain
+# little over stage 1. The paper's formulas (Rajbhandari et al. 2020) count states alone, each at its own peak.
 #
 # ## Overlap
 #
@@ -370,22 +372,20 @@ plots.timeline(grid[2, 0])
 # %% [markdown]
 # Blue is cut where a rank *starts* a reduction, orange below it; then it goes on computing while the message travels, and
 # that is not drawn. Orange and yellow after the last blue are what it waits for. All orange and yellow together is the
-# **exposed** part.
+# **exposed** part; of the messages of `dp` alone, the next cell counts it.
 
 # %%
-print("                            exposed     of the step    from start to wait, all calls")
+print("                            exposed     of the step")
 for zero in range(4):
     rows = [row for row in grid[2, zero].ranks[0].communication if row.axis == "dp"]
-    exposed, open_ = sum(row.exposed for row in rows), sum(row.seconds for row in rows)
+    exposed = sum(row.exposed for row in rows)
     share = exposed / grid[2, zero].step_seconds
-    print(f"stage {zero}, rank 0 of 2   {seconds_text(exposed):>14}{share:>16.0%}", end="")
-    print(f"{seconds_text(open_):>30}")
+    print(f"stage {zero}, rank 0 of 2   {seconds_text(exposed):>14}{share:>16.0%}")
 print(grid[2, 3].source)
 
 # %% [markdown]
-# The last column counts calls that are open at the same time twice, and goes on after a message has arrived until somebody
-# asks for it. So it is no measure of the wire. A better question: what would a step take if each reduction were waited for at
-# once? Both ways take turns in one run, for a small and a larger model.
+# How much was hidden? What would a step take if each reduction were waited for at once? Both ways take turns in one run, for a
+# small and a larger model.
 
 # %%
 from itertools import count
@@ -723,7 +723,7 @@ claims["A28"].score(
     "wrong" if growth[1] == 1 < growth[2] else "in part",
     "2D and 2.5D cut the matrices of one layer over a grid of ranks, which exchange activations. "
     "FSDP's ranks exchange weights and gradients, and compute whole layers: with twice the batch "
-    f"they send {growth[1]:g} times as much, tensor-parallel ranks {growth[2]:g} times. "
+    f"they send {growth[1]:g} times the bytes, tensor-parallel ranks {growth[2]:g} times. "
     "It is data parallelism",
     source="predicted from the formulas, which the runs above equal",
 )

@@ -325,6 +325,6 @@ def _scoreboard(function) -> Scoreboard:
     board.add("collectives a step", calls, 2)
     wire = wire_of("all_reduce", case.length, case.ranks, 0)
     board.add("bytes sent by each rank a step, 2P(N - 1)/N elements", max(_wire(s.calls) for s in last), wire, "bytes")
-    state = max(sum(nbytes for _, nbytes in seen.held.values()) for seen in last)
-    board.add("optimizer state of a rank, P/N elements", state, case.length * ITEM // case.ranks, "bytes")
+    state = max(sum(elements for elements, _ in seen.held.values()) for seen in last)
+    board.add("elements of optimizer state of a rank, P/N", state, case.length // case.ranks)
     return board
