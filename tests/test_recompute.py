@@ -36,11 +36,17 @@ SPLITS = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("attention", ["explicit", "fused"])
-def test_parity(policy, split, attention):
+def test_parity(policy, split):
     """With half of everything dropped: another mask in the second run would be seen at once."""
     parallel = ParallelConfig(**POLICIES[policy], **SPLITS[split])
-    proof = prove(replace(TINY, attention=attention), parallel, TrainConfig(batch=5, clip=0.5))
+    proof = prove(TINY, parallel, TrainConfig(batch=5, clip=0.5))
+    assert proof.holds, proof
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parity_of_fused_attention(policy):
+    parallel = ParallelConfig(**POLICIES[policy], tp=3, pp=2, micro_batches=2)
+    proof = prove(replace(TINY, attention="fused"), parallel, TrainConfig(batch=5, clip=0.5))
     assert proof.holds, proof
 
 
@@ -51,7 +57,7 @@ def test_parity_on_processes(policy):
     assert (proof := prove(TINY, parallel, world=World(2, "gloo"), dtype="float32")).worst < 2e-5, proof
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     policy=st.sampled_from(["selective", "full"]),
     every=st.integers(1, 3),

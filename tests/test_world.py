@@ -181,6 +181,7 @@ def join_peer(comm):
 @pytest.mark.parametrize("size, culprit", [(2, 1), (2, 0), (4, 2)])
 def test_the_rank_that_raised_is_named(backend, size, culprit):
     def program(comm):
+        comm.barrier()  # all have started
         if comm.rank == culprit:
             raise ValueError("oops\nand more")
         import torch
@@ -193,7 +194,7 @@ def test_the_rank_that_raised_is_named(backend, size, culprit):
     assert text.startswith(f"rank {culprit} of {size} raised ValueError: oops\n")
     assert 'raise ValueError("oops\\nand more")' in text and "in program" in text
     assert "pcourse/world.py" not in text and "pcourse/launch" not in text
-    assert f"rank {(culprit + 1) % size} lost its peer in all_reduce number 1 over world" in text
+    assert f"rank {(culprit + 1) % size} lost its peer in all_reduce number 2 over world" in text
 
 
 @both

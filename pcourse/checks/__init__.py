@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 
-from pcourse.comm import Comm
+from pcourse.comm import SCALAR, Comm
 from pcourse.lab.check import CheckFailed, NotSolvedYet
 from pcourse.launch.threads import Deadlock
 from pcourse.recorder import Call
@@ -24,6 +24,7 @@ from pcourse.world import RankError, RunTimeout, World
 
 TIMEOUT = 30.0  # seconds; what a check runs takes milliseconds, and a deadlock is known at once: this ends a loop
 ITEM = 8  # bytes of a float64, in which the checks count
+SOURCE = "counted on ranks that are threads of this process"
 
 _LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) for path in (os.path.dirname(__file__), torch.__file__))
 
@@ -149,6 +150,11 @@ def many(size: int) -> str:
 def operations(calls: list[Call]) -> str:
     """What was called, in order, in words."""
     return ", ".join(call.operation for call in calls) or "nothing"
+
+
+def sent(calls: Sequence[Call]) -> int:
+    """Bytes that a rank sends in `calls`, sums of scalars left out."""
+    return sum(call.wire for call in calls if call.account != SCALAR)
 
 
 def listed(values: Iterable) -> str:

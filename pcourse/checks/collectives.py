@@ -11,7 +11,21 @@ from dataclasses import dataclass
 
 import torch
 
-from pcourse.checks import ITEM, calls_of, close, fail, many, on_ranks, random, ranks, require, shares, times, wire_of
+from pcourse.checks import (
+    ITEM,
+    SOURCE,
+    calls_of,
+    close,
+    fail,
+    many,
+    on_ranks,
+    random,
+    ranks,
+    require,
+    shares,
+    times,
+    wire_of,
+)
 from pcourse.comm import Comm
 from pcourse.lab.check import Scoreboard, check
 from pcourse.meter import MemoryMeter
@@ -187,7 +201,7 @@ def _scoreboard(function) -> Scoreboard:
     costs = on_ranks(str(case), case.ranks, _cost_program, function, case)
     messages, wire, memory = (max(column) for column in zip(*costs, strict=True))
     nbytes = case.length * ITEM
-    board = Scoreboard(f"ring all-reduce: {case}", "counted on ranks that are threads of this process")
+    board = Scoreboard(f"ring all-reduce: {case}", SOURCE)
     board.add("messages sent by each rank, 2(N - 1)", messages, 2 * (case.ranks - 1))
     board.add("bytes sent by each rank, 2S(N - 1)/N", wire, 2 * nbytes * (case.ranks - 1) // case.ranks, unit="bytes")
     target = nbytes + 2 * nbytes // case.ranks  # Python lets go of an arrived chunk only when the next one is there

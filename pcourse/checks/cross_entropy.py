@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from pcourse.checks import (
     ITEM,
+    SOURCE,
     calls_of,
     close,
     fail,
@@ -350,7 +351,7 @@ def _scoreboard(function) -> Scoreboard:
     case = Tokens((128, 128, 128, 128), tokens=64)
     costs = on_ranks(str(case), case.ranks, _cost_program, function, case)
     calls, wire, memory = (max(column) for column in zip(*costs, strict=True))
-    board = Scoreboard(f"cross-entropy: {case}", "counted on ranks that are threads of this process")
+    board = Scoreboard(f"cross-entropy: {case}", SOURCE)
     board.add("calls, forward and backward", calls, 2)
     one = wire_of("all_reduce", case.tokens, case.ranks, 0)
     board.add("bytes sent by each rank, 3 numbers a token", wire, 3 * one, unit="bytes")

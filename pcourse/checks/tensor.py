@@ -11,7 +11,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pcourse.checks import calls_of, close, fail, many, on_ranks, operations, random, require, shares, times, wire_of
+from pcourse.checks import (
+    SOURCE,
+    calls_of,
+    close,
+    fail,
+    many,
+    on_ranks,
+    operations,
+    random,
+    require,
+    shares,
+    times,
+    wire_of,
+)
 from pcourse.comm import Comm
 from pcourse.lab.check import Scoreboard, check
 from pcourse.recorder import Call
@@ -339,7 +352,7 @@ def _mlp_scoreboard(function) -> Scoreboard:
     case = Mlp(4, batch=2, sequence=32, hidden=32, ffn=128)
     costs = on_ranks(str(case), case.ranks, _mlp_cost_program, function, case)
     calls, wire = (max(column) for column in zip(*costs, strict=True))
-    board = Scoreboard(f"column + row: {case}", "counted on ranks that are threads of this process")
+    board = Scoreboard(f"column + row: {case}", SOURCE)
     board.add("all-reduces, forward and backward", calls, 2)
     one = wire_of("all_reduce", case.elements, case.ranks, 0)
     board.add("bytes sent by each rank, 4S(tp - 1)/tp", wire, 2 * one, unit="bytes")

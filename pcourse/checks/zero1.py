@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from pcourse.checks import (
     ITEM,
+    SOURCE,
     calls_of,
     close,
     explained,
@@ -25,6 +26,7 @@ from pcourse.checks import (
     operations,
     random,
     require,
+    sent,
     shares,
     times,
     wire_of,
@@ -37,7 +39,6 @@ from pcourse.split import shard_range, shard_sizes
 from pcourse.wording import count_text
 
 STEPS, RATE, MOMENTUM = 3, 0.1, 0.75
-SOURCE = "counted on ranks that are threads of this process"
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ def _require_sharded_state(case: Case, rank: int, seen: _Seen) -> None:
 
 
 def _require_bytes(case: Case, rank: int, calls: list[Call]) -> None:
-    wire, due = _wire(calls), wire_of("all_reduce", case.length, case.ranks, rank)
+    wire, due = sent(calls), wire_of("all_reduce", case.length, case.ranks, rank)
     words = (
         f"rank {rank} sends {wire} bytes a step, and 2P(N - 1)/N elements are {due} here: it calls {operations(calls)}"
     )
@@ -313,10 +314,6 @@ def _require_bytes(case: Case, rank: int, calls: list[Call]) -> None:
     require(wire == due, str(case), words)
 
 
-def _wire(calls: list[Call]) -> int:
-    return sum(call.wire for call in calls if call.account != SCALAR)
-
-
 def _scoreboard(function) -> Scoreboard:
     case = Case(4, 4096)
     board = Scoreboard(f"ZeRO-1, SGD with momentum: {many(case.ranks)}, P = {case.length:,}", SOURCE)
@@ -324,7 +321,7 @@ def _scoreboard(function) -> Scoreboard:
     calls = max(sum(call.account != SCALAR for call in seen.calls) for seen in last)
     board.add("collectives a step", calls, 2)
     wire = wire_of("all_reduce", case.length, case.ranks, 0)
-    board.add("bytes sent by each rank a step, 2P(N - 1)/N elements", max(_wire(s.calls) for s in last), wire, "bytes")
+    board.add("bytes sent by each rank a step, 2P(N - 1)/N elements", max(sent(s.calls) for s in last), wire, "bytes")
     state = max(sum(elements for elements, _ in seen.held.values()) for seen in last)
     board.add("elements of optimizer state of a rank, P/N", state, case.length // case.ranks)
     return board

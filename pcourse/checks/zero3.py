@@ -12,6 +12,7 @@ import torch
 
 from pcourse.checks import (
     ITEM,
+    SOURCE,
     calls_of,
     close,
     explained,
@@ -22,6 +23,7 @@ from pcourse.checks import (
     operations,
     random,
     require,
+    sent,
     shares,
     times,
     wire_of,
@@ -31,8 +33,6 @@ from pcourse.lab.check import CheckFailed, Scoreboard, check
 from pcourse.meter import MemoryMeter
 from pcourse.recorder import Call
 from pcourse.split import shard_range, shard_sizes
-
-SOURCE = "counted on ranks that are threads of this process"
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _require_released(case: Case, rank: int, nbytes: int, when: str) -> None:
 
 
 def _require_bytes(case: Case, rank: int, calls, when: str, due: list[str]) -> None:
-    wire, expected = _wire(calls), sum(wire_of(name, case.length, case.ranks, rank) for name in due)
+    wire, expected = sent(calls), sum(wire_of(name, case.length, case.ranks, rank) for name in due)
     called = operations(list(calls))
     asked = " and ".join(f"one {name.replace('_', '-')}" for name in due)
     words = f"{when} on rank {rank} sends {wire} bytes, and {asked} of P elements are {expected}: it calls {called}"
@@ -215,10 +215,6 @@ def _require_bytes(case: Case, rank: int, calls, when: str, due: list[str]) -> N
     elif "all_reduce" in names:
         words += ". A sum of shards that are padded with 0 is an all-gather for twice the bytes"
     require(wire == expected, str(case), words)
-
-
-def _wire(calls) -> int:
-    return sum(call.wire for call in calls if call.account != SCALAR)
 
 
 # --- backward ------------------------------------------------------------------------------------------------------
@@ -304,7 +300,7 @@ def _scoreboard(cls) -> Scoreboard:
     board = Scoreboard(f"a layer of ZeRO-3: {many(case.ranks)}, W[{case.outputs}, {case.inputs}]", SOURCE)
     counted = [call for call in (*seen[0].forward, *seen[0].backward) if call.account != SCALAR]
     board.add("collectives, forward and backward", len(counted), 3)
-    wire = max(_wire(rank.forward) + _wire(rank.backward) for rank in seen)
+    wire = max(sent(rank.forward) + sent(rank.backward) for rank in seen)
     third = wire_of("all_gather", case.length, case.ranks, 0)
     board.add("bytes sent by each rank, 3P(N - 1)/N elements", wire, 3 * third, "bytes")
     alive = max(rank.kept for rank in seen) + case.sizes[0] * ITEM
