@@ -152,6 +152,12 @@ def operations(calls: list[Call]) -> str:
     return ", ".join(call.operation for call in calls) or "nothing"
 
 
+def require_autograd_function(cls, name: str) -> None:
+    """CheckFailed unless the learner's `cls` is an autograd Function."""
+    known = isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
+    require(known, name, "it must be a class, torch.autograd.Function its base, with a static forward and backward")
+
+
 def sent(calls: Sequence[Call]) -> int:
     """Bytes that a rank sends in `calls`, sums of scalars left out."""
     return sum(call.wire for call in calls if call.account != SCALAR)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from pcourse.checks import close, explained, fail, on_ranks, random, require, shares, times
+from pcourse.checks import close, explained, fail, on_ranks, random, require, require_autograd_function, shares, times
 from pcourse.lab.check import CheckFailed, Scoreboard, check
 from pcourse.meter import MemoryMeter
 from pcourse.wording import bytes_text, count_text
@@ -117,9 +117,7 @@ def _program(comm, apply, case: Case) -> _Seen:
 
 def _run(cls, case: Case) -> _Seen:
     """What the learner's class does, on one thread that ends in time."""
-    known = isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
-    rule = "it must be a class, torch.autograd.Function its base, with a static forward and backward"
-    require(known, "Recompute", rule)
+    require_autograd_function(cls, "Recompute")
     ungraphed = "Inside backward autograd records nothing unless it is told to: run it under torch.enable_grad()"
     if case.frozen:
         ungraphed = "Which inputs of the second run need a gradient is not the same for all: see ctx.needs_input_grad"

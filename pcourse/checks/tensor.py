@@ -21,6 +21,7 @@ from pcourse.checks import (
     operations,
     random,
     require,
+    require_autograd_function,
     shares,
     times,
     wire_of,
@@ -30,19 +31,13 @@ from pcourse.lab.check import Scoreboard, check
 from pcourse.recorder import Call
 from pcourse.split import shard_range
 
-
-def _require_function(cls, name: str) -> None:
-    known = isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
-    require(known, name, "it must be a class, torch.autograd.Function its base, with a static forward and backward")
-
-
 # --- f and g, each alone -------------------------------------------------------------------------------------------
 
 
 @check
 def copy_to_ranks(cls):
     """f does nothing forward and all-reduces the parts of dX backward."""
-    _require_function(cls, "CopyToRanks")
+    require_autograd_function(cls, "CopyToRanks")
     for size in (2, 3, 4, 1):
         case = f"CopyToRanks on {many(size)}"
         for rank, seen in enumerate(on_ranks(case, size, _alone, cls, _part_of_gradient)):
@@ -55,7 +50,7 @@ def copy_to_ranks(cls):
 @check
 def reduce_from_ranks(cls):
     """g sums the ranks' partial results forward and does nothing backward."""
-    _require_function(cls, "ReduceFromRanks")
+    require_autograd_function(cls, "ReduceFromRanks")
     for size in (2, 3, 4, 1):
         case = f"ReduceFromRanks on {many(size)}"
         for rank, seen in enumerate(on_ranks(case, size, _alone, cls, _whole_gradient, True)):

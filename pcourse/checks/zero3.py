@@ -23,6 +23,7 @@ from pcourse.checks import (
     operations,
     random,
     require,
+    require_autograd_function,
     sent,
     shares,
     times,
@@ -100,9 +101,7 @@ class _Seen:
 
 
 def _run(cls, case: Case, backward: bool) -> list[_Seen]:
-    known = isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
-    rule = "it must be a class, torch.autograd.Function its base, with a static forward and backward"
-    require(known, "Zero3Linear", rule)
+    require_autograd_function(cls, "Zero3Linear")
     sizes = f"Shard r of the flat W has shard_sizes(P, N)[r] elements, here {listed(case.sizes)}"
     shard = "dshard is this rank's shard of the mean gradient: reduce-scatter the flat gradient of W"
     clues = {"invalid gradient at index 1": shard, "shape '[": sizes, "do not fit": sizes, "result is": sizes}

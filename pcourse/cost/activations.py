@@ -68,6 +68,11 @@ class Kept(NamedTuple):
 Run = tuple[Kept, ...]  # parts that backward runs again together, if it does
 
 
+def total_kept(runs: tuple[Run, ...]) -> int:
+    """Bytes from forward to backward, of all parts."""
+    return sum(part.kept for run in runs for part in run)
+
+
 def kept_by_layer(model: ModelConfig, own: Sizes, recompute: str = "none") -> tuple[Run, ...]:
     """What one layer keeps, as Korthikanti et al. 2022 (section 4.1) take it apart, under a recompute policy.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcourse.config import ModelConfig
-from pcourse.cost.activations import Run, Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes
+from pcourse.cost.activations import Sizes, kept_by_embedding, kept_by_head, kept_by_layer, sizes, total_kept
 from pcourse.cost.states import model_states
 
 
@@ -62,7 +62,7 @@ def piece_bytes(piece: Piece, model: ModelConfig, *, in_flight: float = 1, optim
 def _embedding(model: ModelConfig, own: Sizes) -> Piece:
     """A look-up multiplies nothing."""
     parameters = (own.vocab + model.sequence) * own.hidden
-    return Piece("embedding", parameters, 0, 0, 0, _total(kept_by_embedding(model, own)))
+    return Piece("embedding", parameters, 0, 0, 0, total_kept(kept_by_embedding(model, own)))
 
 
 def _layer(model: ModelConfig, own: Sizes, name: str, recompute: str) -> Piece:
@@ -82,7 +82,7 @@ def _layer(model: ModelConfig, own: Sizes, name: str, recompute: str) -> Piece:
         forward=linear + attention,
         backward_input=linear + 2 * attention,
         backward_weight=linear,
-        activations=_total(kept_by_layer(model, own, recompute)),
+        activations=total_kept(kept_by_layer(model, own, recompute)),
     )
 
 
@@ -90,8 +90,4 @@ def _head(model: ModelConfig, own: Sizes) -> Piece:
     """Logits 2bshV."""
     product = 2 * own.tokens * own.hidden * own.vocab
     parameters = (own.vocab + 2) * own.hidden
-    return Piece("head", parameters, product, product, product, _total(kept_by_head(model, own)))
-
-
-def _total(runs: tuple[Run, ...]) -> int:
-    return sum(part.kept for run in runs for part in run)
+    return Piece("head", parameters, product, product, product, total_kept(kept_by_head(model, own)))

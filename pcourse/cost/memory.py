@@ -27,13 +27,13 @@ def memory(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, ran
     `cost.temporary` names. Raises ConfigError where there is no such rank, or no formula.
     """
     of_unit = unit_states(model, parallel, train, rank)
-    parameters, gradients, optimizer = states(model, parallel, train, rank)
+    parameters, gradients, optimizer = _sum(of_unit)
+    walk = Walk(model, parallel, train, rank)
     moments = [
         (sum(of_unit[name].gradients for name in moment.with_gradient), moment.kept, moment.temporary)
-        for moment in Walk(model, parallel, train, rank)
+        for moment in walk
     ]
-    held, largest = units(model, parallel, train, rank), sizes_on(model, parallel, train, rank)[0]
-    moments.append((gradients, 0, optimizer_step(held, model, largest, parallel, train)))
+    moments.append((gradients, 0, optimizer_step(walk.held, model, walk.sizes[0], parallel, train)))
     most = max(moments, key=sum)
     at_peak = dict(zip(CATEGORIES, (parameters, most[0], optimizer, most[1], most[2]), strict=True))
     return MemoryLedger(
@@ -52,8 +52,11 @@ def memory(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, ran
 
 def states(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig, rank: int = 0) -> StateBytes:
     """Bytes of the parameters, gradients and optimizer state of `rank`, exact."""
-    of_unit = unit_states(model, parallel, train, rank).values()
-    return StateBytes(*(sum(category) for category in zip(*of_unit, strict=True)))
+    return _sum(unit_states(model, parallel, train, rank))
+
+
+def _sum(of_unit: dict[str, StateBytes]) -> StateBytes:
+    return StateBytes(*(sum(category) for category in zip(*of_unit.values(), strict=True)))
 
 
 def unit_states(

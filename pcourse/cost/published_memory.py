@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pcourse.config import ModelConfig, ParallelConfig, TrainConfig
-from pcourse.cost.activations import FLAG, kept_by_layer, sizes
+from pcourse.cost.activations import FLAG, kept_by_layer, sizes, total_kept
 from pcourse.cost.memory import activations, divided
 from pcourse.cost.states import StateBytes, bytes_per_parameter
 
@@ -100,7 +100,7 @@ class Korthikanti:
     def layer(self, sequence_parallel: bool = False, recompute: str = "none", tp: int | None = None) -> int:
         """Bytes of one layer, ours."""
         own = sizes(self.model, self.micro_batch, tp=tp or self.tp, sequence_parallel=sequence_parallel)
-        return sum(part.kept for run in kept_by_layer(self.model, own, recompute) for part in run)
+        return total_kept(kept_by_layer(self.model, own, recompute))
 
     def theirs(self, sequence_parallel: bool = False, recompute: str = "none", tp: int | None = None) -> float:
         """Bytes of one layer by their table 2: equations 1, 2, 4, 6 and section 5."""
@@ -167,7 +167,7 @@ GPT_7B = ModelConfig(layers=32, hidden=4096, heads=32, sequence=4096, vocab=3200
 
 def layers_gb(model: ModelConfig) -> float:
     """GB that all layers keep of one sequence."""
-    return model.layers * sum(part.kept for run in kept_by_layer(model, sizes(model)) for part in run) / GB
+    return model.layers * total_kept(kept_by_layer(model, sizes(model))) / GB
 
 
 def crossover_tokens(parameters: float, hidden: int, layers: int, ranks: int) -> float:

@@ -61,8 +61,12 @@ def bytes_of_states(model: ModelConfig, parallel: ParallelConfig, optimizer: str
 
 def bytes_on_a_replica(model: ModelConfig, parallel: ParallelConfig, optimizer: str) -> float:
     """Of one parameter, on average over the replicas: what ZeRO leaves."""
-    each = bytes_of_states(model, parallel, optimizer)
-    return sum(n / (parallel.dp if parallel.zero >= stage else 1) for n, stage in zip(each, DIVIDED_FROM, strict=True))
+    return sum_on_a_replica(bytes_of_states(model, parallel, optimizer), parallel.zero, parallel.dp)
+
+
+def sum_on_a_replica(each: StateBytes, zero: int, dp: int) -> float:
+    """All states of one parameter, those that ZeRO divides over `dp` replicas on average."""
+    return sum(n / (dp if zero >= stage else 1) for n, stage in zip(each, DIVIDED_FROM, strict=True))
 
 
 def divided(parameters: int, each: StateBytes, zero: int, dp: int, replica: int = 0) -> StateBytes:

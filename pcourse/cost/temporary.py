@@ -105,18 +105,17 @@ class Unreduced(NamedTuple):
     """Bytes of a unit's gradient beyond what the rank keeps of it, one after the other."""
 
     adding_up: int = 0  # with ZeRO-2 and 3, all of it
-    copies: int = 0  # while it is written side by side into one vector; and before that, to another dtype
+    copies: int = 0  # while it is written side by side into one vector
     reducing: int = 0  # that vector, until it is reduced
 
 
 def unreduced(unit: int, model: ModelConfig, parallel: ParallelConfig) -> Unreduced:
     w, wide = BYTES[model.dtype], BYTES["float32"]
     vector = unit * (w if parallel.grad_dtype == "same" else wide)
-    copies = vector
     if parallel.zero >= 2:
-        return Unreduced(unit * (wide if parallel.grad_dtype == "float32" else w), copies, vector)
+        return Unreduced(unit * (wide if parallel.grad_dtype == "float32" else w), vector, vector)
     acts = parallel.dp > 1 or parallel.zero or parallel.grad_dtype == "both"
-    return Unreduced(copies=copies) if acts else Unreduced()
+    return Unreduced(copies=vector) if acts else Unreduced()
 
 
 def tied_gradient(held: dict[str, int], model: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.patches import FancyArrowPatch
 
 from pcourse.config import listed
-from pcourse.cost.states import DIVIDED_FROM, bytes_per_parameter
+from pcourse.cost.states import DIVIDED_FROM, bytes_per_parameter, sum_on_a_replica
 from pcourse.lab.palette import INK, LINE, MEMORY, MUTED, PALE, ink_on, rank_colour
 from pcourse.lab.picture import WIDTH, Picture, Sheet, box
 from pcourse.split import shard_range, shard_sizes
@@ -58,13 +58,8 @@ def _require(ranks: int, stages: Sequence[int], sequences: int) -> None:
         raise ValueError(f"sequences={sequences} can be drawn for stages=(0,), {ranks} of them or more")
 
 
-def _held(stage: int, ranks: int, each) -> float:
-    """Bytes a parameter that one rank holds."""
-    return sum(n / ranks if stage >= first else n for n, first in zip(each, DIVIDED_FROM, strict=True))
-
-
 def _stage_words(stage: int, ranks: int, each) -> str:
-    held = number_text(_held(stage, ranks, each))
+    held = number_text(sum_on_a_replica(each, stage, ranks))
     return f"Stage {stage}, {_shared_out(stage)}: {held} bytes a parameter on each rank"
 
 
@@ -83,7 +78,7 @@ def _columns(left: float, right: float, each) -> dict[str, tuple[float, float]]:
 
 
 def _draw_group(sheet: Sheet, stage, ranks, sequences, columns, each, top, row, pitch) -> None:
-    held = number_text(_held(stage, ranks, each))
+    held = number_text(sum_on_a_replica(each, stage, ranks))
     if sequences:
         sheet.text(_LEFT, top, "its sequences", 8.5, colour=MUTED)
         sheet.text(columns["parameters"][0], top, "the model states, whole on each", 8.5, colour=MUTED)
